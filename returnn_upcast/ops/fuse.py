@@ -1,0 +1,125 @@
+"""
+Where a fused implementation may run, and ``torch.compile`` as an implementation detail of it.
+
+Every op here exists twice: as plain differentiable torch code, which is right everywhere,
+and as an ``autograd.Function`` that runs fused code and saves little.
+:func:`may_fuse` decides which one runs, :func:`compiled` compiles and falls back by itself,
+:func:`differentiate` derives the backward of the plain code, for a second derivative of the fused one.
+"""
+
+from __future__ import annotations
+from typing import Any, Callable, Optional, Sequence, Tuple
+import functools
+import logging
+import os
+import threading
+import time
+import torch
+
+log = logging.getLogger("returnn.frontend.upcast")
+
+# Below that, the guards of a compiled function cost more than the memory traffic that it saves.
+MIN_COMPILE_NUMEL = 32_768
+
+_option: Optional[bool] = None
+_broken = False
+_lock = threading.RLock()
+
+
+def set_compile(option: Optional[bool]):
+    """
+    :param option: whether fused ops may compile; None for the default, on.
+        The environment variable ``RETURNN_UPCAST_COMPILE=0`` turns it off for all.
+    """
+    global _option
+    _option = option
+
+
+def compile_enabled() -> bool:
+    """:return: whether fused ops may compile: by option, by environment, and no compilation failed so far"""
+    return _option is not False and not _broken and os.environ.get("RETURNN_UPCAST_COMPILE", "1") != "0"
+
+
+def may_fuse(*tensors: Optional[torch.Tensor]) -> bool:
+    """
+    :param tensors: all inputs of the op
+    :return: False where an ``autograd.Function`` with opaque kernels would be wrong or would hide the op:
+        under an outer trace (torch.compile, export, jit, fake tensors, CUDA graph capture), under a dispatch mode,
+        in ``torch.func`` transforms and in forward-mode AD. The plain code must run there.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.jit.is_scripting():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if torch.autograd.forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    return all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors if t is not None)
+
+
+def compiled(func: Callable) -> Callable:
+    """
+    :param func: plain torch code on raw tensors, without autograd
+    :return: func, compiled at its first use with dynamic shapes.
+        Where compilation is off or not possible (no C++ compiler), func itself; a failure is logged once.
+    """
+    cell = []
+
+    @functools.wraps(func)
+    def call(*args: Any) -> Any:
+        if not compile_enabled():
+            return func(*args)
+        if not cell:
+            with _lock:
+                if not cell:
+                    cell.append(torch.compile(func, dynamic=True))
+                    return _first_call(func, cell[0], args)
+        try:
+            return cell[0](*args)
+        except Exception as exc:  # a later specialisation may fail to compile as well
+            return _failed(func, args, exc)
+
+    call.plain = func
+    return call
+
+
+def _first_call(func: Callable, fast: Callable, args: Sequence[Any]) -> Any:
+    start = time.perf_counter()
+    try:
+        result = fast(*args)
+    except Exception as exc:
+        return _failed(func, args, exc)
+    log.info("rf_upcast: compiled %s in %.1f s", func.__name__, time.perf_counter() - start)
+    return result
+
+
+def _failed(func: Callable, args: Sequence[Any], exc: Exception) -> Any:
+    global _broken
+    result = func(*args)  # an error in the arguments raises here, as it should
+    if not _broken:
+        _broken = True
+        reason = str(exc).strip().split("\n")[0]
+        log.warning("rf_upcast: torch.compile does not work here (%s: %s), using plain ops", type(exc).__name__, reason)
+    return result
+
+
+def differentiate(
+    plain: Callable, inputs: Sequence[Optional[torch.Tensor]], grad: torch.Tensor
+) -> Tuple[Optional[torch.Tensor], ...]:
+    """
+    The backward of a fused op where its result is to be differentiated once more (``create_graph=True``).
+
+    :param plain: the op as plain differentiable code, called with inputs
+    :param inputs: the tensors saved by the forward, None where absent
+    :param grad: gradient of the output
+    :return: one gradient per input, None where it needs none; connected to inputs and grad
+    """
+    with torch.enable_grad():
+        wanted = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
+        out = plain(*inputs)
+        grads = torch.autograd.grad(out, [inputs[i] for i in wanted], grad, create_graph=True, allow_unused=True)
+    result = [None] * len(inputs)
+    for i, g in zip(wanted, grads):
+        result[i] = g
+    return tuple(result)
