@@ -8,18 +8,23 @@ and as an ``autograd.Function`` that runs fused code and saves little.
 """
 
 from __future__ import annotations
-from typing import Any, Callable, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, Optional, Sequence, Set, Tuple
+import contextlib
 import functools
 import logging
 import os
 import threading
 import time
+import types
 import torch
 
 log = logging.getLogger("returnn.frontend.upcast")
 
 # Below that, the guards of a compiled function cost more than the memory traffic that it saves.
 MIN_COMPILE_NUMEL = 32_768
+
+# Asked by may_fuse: callables which tell that somebody traces what runs now. Who knows of such a tracer adds to it.
+trace_checks: Set[Callable[[], bool]] = set()
 
 _option: Optional[bool] = None
 _broken = False
@@ -55,7 +60,19 @@ def may_fuse(*tensors: Optional[torch.Tensor]) -> bool:
         return False
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False
+    if any(check() for check in trace_checks):
+        return False
     return all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors if t is not None)
+
+
+def autocast_off(device_type: str) -> ContextManager:
+    """
+    :param device_type: e.g. "cuda"
+    :return: context without autocast there: it would cast the float32 operands of a matmul down again
+    """
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def compiled(func: Callable) -> Callable:
@@ -64,19 +81,18 @@ def compiled(func: Callable) -> Callable:
     :return: func, compiled at its first use with dynamic shapes.
         Where compilation is off or not possible (no C++ compiler), func itself; a failure is logged once.
     """
-    cell = []
+    variants = {}
 
     @functools.wraps(func)
     def call(*args: Any) -> Any:
         if not compile_enabled():
             return func(*args)
-        if not cell:
-            with _lock:
-                if not cell:
-                    cell.append(torch.compile(func, dynamic=True))
-                    return _first_call(func, cell[0], args)
+        key = tuple((a.dtype, a.ndim, a.device.type) if isinstance(a, torch.Tensor) else a for a in args)
+        fast = variants.get(key)
         try:
-            return cell[0](*args)
+            return fast(*args) if fast is not None else _first_call(func, variants, key, args)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as exc:  # a later specialisation may fail to compile as well
             return _failed(func, args, exc)
 
@@ -84,12 +100,15 @@ def compiled(func: Callable) -> Callable:
     return call
 
 
-def _first_call(func: Callable, fast: Callable, args: Sequence[Any]) -> Any:
+def _first_call(func: Callable, variants: Dict, key: Tuple, args: Sequence[Any]) -> Any:
+    with _lock:
+        # Dynamo limits how often one code object is compiled. Dtypes, axes and flags are few but more than that limit,
+        # so each combination gets a code object of its own; its shapes are dynamic.
+        code = func.__code__.replace(co_name=func.__name__)
+        own = types.FunctionType(code, func.__globals__, func.__name__, func.__defaults__, func.__closure__)
+        fast = variants.setdefault(key, torch.compile(own, dynamic=True))
     start = time.perf_counter()
-    try:
-        result = fast(*args)
-    except Exception as exc:
-        return _failed(func, args, exc)
+    result = fast(*args)
     log.info("rf_upcast: compiled %s in %.1f s", func.__name__, time.perf_counter() - start)
     return result
 

@@ -1,0 +1,142 @@
+"""
+Normalisation over any axes, float32 inside: layer, RMS, group and batch norm are this one function.
+
+The mean is taken first and the variance of what is left (two passes): E[x²] - E[x]² cancels when the mean dominates.
+For backward, the input is kept as it is, with the float32 statistics.
+"""
+
+from __future__ import annotations
+from typing import Optional, Sequence, Tuple
+import torch
+from .fuse import MIN_COMPILE_NUMEL, autocast_off, compiled, differentiate, may_fuse
+
+_Stats = Tuple[torch.Tensor, torch.Tensor]
+
+
+def normalize(
+    x: torch.Tensor,
+    *,
+    axes: Sequence[int],
+    scale: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    mask: Optional[torch.Tensor] = None,
+    eps: float,
+    center: bool = True,
+    out_dtype: Optional[torch.dtype] = None,
+    stats: Optional[_Stats] = None,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    :param x: any shape, any float dtype
+    :param axes: the statistics are taken over these
+    :param scale: broadcastable to x, with as many axes; any float dtype
+    :param bias: the same
+    :param mask: bool, broadcastable to x, with as many axes: only elements where it is True count for the statistics
+    :param eps: added to the variance
+    :param center: subtract the mean; without it, the mean square takes the place of the variance (RMS norm)
+    :param out_dtype: default x.dtype
+    :param stats: mean and variance to use instead of those of x, broadcastable to x (batch norm in evaluation)
+    :return: (x - mean) / sqrt(variance + eps) * scale + bias, in the shape of x and out_dtype, computed in at least
+        float32 and rounded once; and mean and biased variance in at least float32, without gradient, axes kept as 1
+    """
+    axes = tuple(sorted(axis % x.ndim for axis in axes))
+    out_dtype = out_dtype or x.dtype
+    with autocast_off(x.device.type):
+        if stats is not None:
+            mean, var = _wide(stats[0]), _wide(stats[1])
+            return _apply(x, scale, bias, mean, var, eps, out_dtype), mean, var
+        if may_fuse(x, scale, bias, mask):
+            return _Normalize.apply(x, scale, bias, mask, axes, float(eps), center, out_dtype)
+        mean, var = _stats(x, mask, axes, center)
+        return _apply(x, scale, bias, mean, var, eps, out_dtype), mean.detach(), var.detach()
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _stats(x: torch.Tensor, mask: Optional[torch.Tensor], axes: Tuple[int, ...], center: bool) -> _Stats:
+    x = _wide(x)
+    if mask is None:
+        mean = x.mean(axes, keepdim=True) if center else x.new_zeros(())
+        return mean, (x - mean).square().mean(axes, keepdim=True)
+    count = _count(x, mask, axes)
+    mean = torch.where(mask, x, 0.0).sum(axes, keepdim=True) / count if center else x.new_zeros(())
+    return mean, torch.where(mask, (x - mean).square(), 0.0).sum(axes, keepdim=True) / count
+
+
+def _count(x: torch.Tensor, mask: torch.Tensor, axes: Tuple[int, ...]) -> torch.Tensor:
+    count = mask.to(x.dtype).sum(axes, keepdim=True)
+    for axis in axes:
+        if mask.shape[axis] == 1:
+            count = count * x.shape[axis]
+    return count.clamp(min=1.0)  # a row without any element would give 0/0
+
+
+def _apply(x, scale, bias, mean, var, eps: float, out_dtype: torch.dtype) -> torch.Tensor:
+    out = (_wide(x) - mean) * torch.rsqrt(var + eps)
+    if scale is not None:
+        out = out * scale
+    if bias is not None:
+        out = out + bias
+    return out.to(out_dtype)
+
+
+def _plain(x, scale, bias, mask, axes: Tuple[int, ...], eps: float, center: bool, out_dtype: torch.dtype):
+    mean, var = _stats(x, mask, axes, center)
+    return _apply(x, scale, bias, mean, var, eps, out_dtype), mean, var
+
+
+def _plain_backward(grad, x, scale, mask, mean, var, axes: Tuple[int, ...], eps: float, dims: Tuple):
+    """
+    :param dims: over which axes the gradients of scale and bias are summed, None where there is none
+    :return: gradients of x, scale, bias, the last two in at least float32
+    """
+    grad, rstd = _wide(grad), torch.rsqrt(var + eps)
+    norm = (_wide(x) - mean) * rstd
+    grad_scale = (grad * norm).sum(dims[0], keepdim=True) if dims[0] is not None else None
+    grad_bias = grad.sum(dims[1], keepdim=True) if dims[1] is not None else None
+    if scale is not None:
+        grad = grad * scale
+    if mask is None:
+        inner = norm * (grad * norm).mean(axes, keepdim=True)
+        if mean.ndim:
+            inner = inner + grad.mean(axes, keepdim=True)
+    else:
+        count = _count(norm, mask, axes)
+        inner = norm * ((grad * norm).sum(axes, keepdim=True) / count)
+        if mean.ndim:
+            inner = inner + grad.sum(axes, keepdim=True) / count
+        inner = torch.where(mask, inner, 0.0)
+    return (rstd * (grad - inner)).to(x.dtype), grad_scale, grad_bias
+
+
+_forward, _backward = compiled(_plain), compiled(_plain_backward)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale, bias, mask, axes, eps, center, out_dtype):
+        func = _forward if x.numel() >= MIN_COMPILE_NUMEL else _plain
+        out, mean, var = func(x, scale, bias, mask, axes, eps, center, out_dtype)
+        ctx.save_for_backward(x, scale, bias, mask, mean, var)
+        ctx.args = (axes, eps, center, out_dtype)
+        ctx.mark_non_differentiable(mean, var)
+        return out, mean, var
+
+    @staticmethod
+    def backward(ctx, grad, _grad_mean, _grad_var):
+        x, scale, bias, mask, mean, var = ctx.saved_tensors
+        axes, eps, center, out_dtype = ctx.args
+        with autocast_off(x.device.type):
+            if torch.is_grad_enabled():
+                plain = lambda *args: _plain(*args, mask, axes, eps, center, out_dtype)[0]
+                return *differentiate(plain, (x, scale, bias), grad), *(None,) * 5
+            dims = tuple(_summed(x, p) if need else None for p, need in zip((scale, bias), ctx.needs_input_grad[1:3]))
+            func = _backward if x.numel() >= MIN_COMPILE_NUMEL else _plain_backward
+            grad_x, *grads = func(grad, x, scale, mask, mean, var, axes, eps, dims)
+        grads = [None if g is None else g.to(p.dtype) for g, p in zip(grads, (scale, bias))]
+        return grad_x, *grads, *(None,) * 5
+
+
+def _summed(x: torch.Tensor, param: torch.Tensor) -> Tuple[int, ...]:
+    return tuple(i for i in range(x.ndim) if param.shape[i] == 1 and x.shape[i] != 1)
