@@ -5,6 +5,7 @@ Importing has no side effect, and needs neither torch nor a GPU. :func:`install`
 """
 
 from __future__ import annotations
+from . import upcast
 from .config import BEHAVIOR_VERSION
 from .hooks import install, is_installed, uninstall
 from .version import __version__
@@ -22,4 +23,5 @@ __all__ = [
     "scope",
     "set_policy",
     "uninstall",
+    "upcast",
 ]

@@ -136,7 +136,9 @@ def cross_entropy(*, estimated: Tensor, target: Tensor, axis: Dim, estimated_typ
 
     _check("cross_entropy", estimated, axis)
     if estimated_type not in ("probs", "log-probs", "logits"):
-        raise ValueError(f"rf.upcast.cross_entropy: estimated_type must be probs, log-probs or logits, got {estimated_type!r}")
+        raise ValueError(
+            f"rf.upcast.cross_entropy: estimated_type must be probs, log-probs or logits, got {estimated_type!r}"
+        )
     kwargs = dict(estimated=estimated, target=target, axis=axis, estimated_type=estimated_type)
     with region():
         if estimated_type != "logits":

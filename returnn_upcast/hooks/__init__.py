@@ -137,7 +137,9 @@ def _check_returnn():
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     need = ".".join(map(str, MIN_RETURNN))
     if numbers < MIN_RETURNN:
-        raise RuntimeError(f"returnn_upcast: RETURNN {version} is too old, {need} or newer is needed. Nothing is hooked.")
+        raise RuntimeError(
+            f"returnn_upcast: RETURNN {version} is too old, {need} or newer is needed. Nothing is hooked."
+        )
     lost = patch.missing(PATCHES + TORCH_PATCHES, pathlib.Path(returnn.__file__).parent)
     if lost:
         raise RuntimeError(

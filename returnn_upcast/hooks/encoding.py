@@ -15,6 +15,7 @@ from ..ops.fuse import autocast_off
 from .common import device_type, is_low, is_torch, promoted, raw_dtype
 from .encoding_cache import is_low_name, rotary
 
+
 def sinusoidal_encoding(original: Callable, indices: Tensor, *, dtype: Optional[str] = None, **kwargs: Any) -> Tensor:
     """:func:`rf.sinusoidal_encoding`, on which :func:`rf.sinusoidal_positional_encoding` is built"""
     if not is_low_name(dtype):

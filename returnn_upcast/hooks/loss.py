@@ -47,9 +47,7 @@ def cross_entropy_float32(
             raw_target = target.copy_compatible_to_dims_raw(estimated.dims)
             raw = ops.nll_from_log_probs(estimated.raw_tensor, raw_target, axis=estimated.dims.index(axis))
             return _without_axis(estimated, axis, raw)
-        return original(
-            estimated=widen(estimated), target=widen(target), axis=axis, estimated_type=estimated_type
-        )
+        return original(estimated=widen(estimated), target=widen(target), axis=axis, estimated_type=estimated_type)
 
 
 def widen(x: Tensor) -> Tensor:
@@ -69,8 +67,10 @@ def cross_entropy_with_logits(original: Callable, *, logits: Tensor, targets: Te
         dims = [d for d in logits.dims if d != axis]
     else:
         dims = logits.dims
-    fits = axis in logits.dims and set(dims) == targets.dims_set and (axis == targets.sparse_dim) == bool(
-        targets.sparse_dim
+    fits = (
+        axis in logits.dims
+        and set(dims) == targets.dims_set
+        and (axis == targets.sparse_dim) == bool(targets.sparse_dim)
     )
     if not is_low(logits) or not is_torch(logits, targets) or not fits:
         return original(logits=logits, targets=targets, axis=axis)

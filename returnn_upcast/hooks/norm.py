@@ -142,9 +142,7 @@ def batch_norm_masked(original: Callable, self: rf.BatchNorm, source: Tensor) ->
     """:func:`rf.BatchNorm.__call__`: the generic implementation with masking; without, the backend's op is hooked"""
     use_mask = any(d.need_masking() for d in source.dims if d != self.in_dim)
     if use_mask:
-        use_mask = (
-            rf.use_mask_default(default=True, func_name="BatchNorm") if self.use_mask is None else self.use_mask
-        )
+        use_mask = rf.use_mask_default(default=True, func_name="BatchNorm") if self.use_mask is None else self.use_mask
     if not is_low(source) or not (use_mask or self.distributed):
         return original(self, source)
     train = rf.get_run_ctx().is_train_flag_enabled(func=rf.BatchNorm.__call__)

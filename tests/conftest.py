@@ -1,0 +1,38 @@
+"""
+Every test starts with RETURNN as it is installed: torch backend, no config, no behavior version, nothing hooked.
+"""
+
+from __future__ import annotations
+import os
+import pytest
+import torch
+import returnn.frontend as rf
+from returnn.config import global_config_ctx
+from returnn.util.basic import BehaviorVersion
+import returnn_upcast
+from returnn_upcast import config
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+torch.set_num_threads(2)
+rf.select_backend_torch()
+
+
+@pytest.fixture(autouse=True)
+def fresh_returnn():
+    """no hooks, no policy, no config, no behavior version, default dtype float32; the same again afterwards"""
+    returnn_upcast.uninstall()
+    returnn_upcast.set_policy(None)
+    BehaviorVersion._reset((None, 16))
+    config._logged.clear()
+    rf.init_train_step_run_ctx(train_flag=True, step=0)
+    with global_config_ctx(None), rf.set_default_float_dtype_ctx("float32"):
+        yield
+    returnn_upcast.set_policy(None)
+    returnn_upcast.uninstall()
+    BehaviorVersion._reset((None, 16))
+
+
+@pytest.fixture
+def installed(fresh_returnn):
+    """the hooks in place, the policy off"""
+    returnn_upcast.install()
