@@ -17,6 +17,7 @@ __all__ = [
     "OPS",
     "OPT_IN_OPS",
     "UpcastPolicy",
+    "__version__",
     "get_policy",
     "install",
     "is_installed",

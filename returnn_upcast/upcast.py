@@ -6,7 +6,7 @@ of the ``rf`` function that it stands for, takes padded and packed tensors, and 
 """
 
 from __future__ import annotations
-from typing import Any, Callable, ContextManager, Optional, Sequence, TypeVar, Union
+from typing import Any, Callable, ContextManager, Sequence, TypeVar, Union
 import contextlib
 import functools
 import returnn.frontend as rf

@@ -9,6 +9,7 @@ import torch
 import returnn.frontend as rf
 from returnn.frontend import _utils
 from returnn.tensor import Tensor, Dim
+from .. import config
 from ..ops import fuse
 
 log = logging.getLogger("returnn.frontend.upcast")
@@ -18,6 +19,7 @@ _said: Set[str] = set()
 
 # Under RETURNN's static tracing, fused ops must leave plain ops to the outer trace.
 fuse.trace_checks.add(rf.is_static_traceable)
+fuse.compile_option = config.compile_option
 
 
 def is_low(x: Any) -> bool:

@@ -10,7 +10,6 @@ import torch
 import returnn.frontend as rf
 from returnn.frontend import normalization
 from returnn.tensor import Tensor, Dim
-from ..ops import fuse
 from ..ops.norm import normalize as normalize_raw
 from .common import dtypes, in_float32, is_low, is_packed, is_torch, mask_raw, module_dtype, promoted, raw_dtype, wrap
 

@@ -26,23 +26,19 @@ MIN_COMPILE_NUMEL = 32_768
 # Asked by may_fuse: callables which tell that somebody traces what runs now. Who knows of such a tracer adds to it.
 trace_checks: Set[Callable[[], bool]] = set()
 
-_option: Optional[bool] = None
+# Who knows of an option sets this: None for the default, on.
+compile_option: Callable[[], Optional[bool]] = lambda: None
+
 _broken = False
 _lock = threading.RLock()
 
 
-def set_compile(option: Optional[bool]):
-    """
-    :param option: whether fused ops may compile; None for the default, on.
-        The environment variable ``RETURNN_UPCAST_COMPILE=0`` turns it off for all.
-    """
-    global _option
-    _option = option
-
-
 def compile_enabled() -> bool:
-    """:return: whether fused ops may compile: by option, by environment, and no compilation failed so far"""
-    return _option is not False and not _broken and os.environ.get("RETURNN_UPCAST_COMPILE", "1") != "0"
+    """
+    :return: whether fused ops may compile: not with ``RETURNN_UPCAST_COMPILE=0`` in the environment, nor where the
+        option says no, nor after a compilation has failed
+    """
+    return not _broken and os.environ.get("RETURNN_UPCAST_COMPILE", "1") != "0" and compile_option() is not False
 
 
 def may_fuse(*tensors: Optional[torch.Tensor]) -> bool:
