@@ -4,6 +4,7 @@ What all hooks ask about RF tensors.
 
 from __future__ import annotations
 from typing import Any, Callable, Optional, Sequence, Set
+import functools
 import logging
 import torch
 import returnn.frontend as rf
@@ -56,6 +57,7 @@ def raw_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+@functools.lru_cache(maxsize=None)
 def promoted(*dtypes: Optional[str]) -> str:
     """
     :param dtypes: dtype names, None is skipped

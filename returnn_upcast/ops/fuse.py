@@ -54,11 +54,16 @@ def may_fuse(*tensors: Optional[torch.Tensor]) -> bool:
         return False
     if torch.autograd.forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return False
     if any(check() for check in trace_checks):
         return False
-    return all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors if t is not None)
+    if not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors if t is not None):
+        return False
+    return not (any(t is not None and t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing())
+
+
+def needs_grad(*tensors: Optional[torch.Tensor]) -> bool:
+    """:return: whether autograd records what is done with these"""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def autocast_off(device_type: str) -> ContextManager:
@@ -75,13 +80,15 @@ def compiled(func: Callable) -> Callable:
     """
     :param func: plain torch code on raw tensors, without autograd
     :return: func, compiled at its first use with dynamic shapes.
-        Where compilation is off or not possible (no C++ compiler), func itself; a failure is logged once.
+        Where compilation is off or not possible (no C++ compiler), and for less than :data:`MIN_COMPILE_NUMEL`
+        elements, func itself; a failure is logged once.
     """
     variants = {}
 
     @functools.wraps(func)
     def call(*args: Any) -> Any:
-        if not compile_enabled():
+        numel = max((a.numel() for a in args if isinstance(a, torch.Tensor)), default=0)
+        if numel < MIN_COMPILE_NUMEL or not compile_enabled():
             return func(*args)
         key = tuple((a.dtype, a.ndim, a.device.type) if isinstance(a, torch.Tensor) else a for a in args)
         fast = variants.get(key)

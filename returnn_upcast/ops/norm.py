@@ -7,10 +7,11 @@ For backward, the input is kept as it is, with the float32 statistics.
 
 from __future__ import annotations
 from typing import Optional, Sequence, Tuple
+import functools
 import torch
-from .fuse import MIN_COMPILE_NUMEL, autocast_off, compiled, differentiate, may_fuse
+from .fuse import autocast_off, compiled, differentiate, may_fuse, needs_grad
 
-_Stats = Tuple[torch.Tensor, torch.Tensor]
+_Stats = Tuple[Optional[torch.Tensor], torch.Tensor]
 
 
 def normalize(
@@ -24,7 +25,7 @@ def normalize(
     center: bool = True,
     out_dtype: Optional[torch.dtype] = None,
     stats: Optional[_Stats] = None,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Tuple[torch.Tensor, Optional[torch.Tensor], torch.Tensor]:
     """
     :param x: any shape, any float dtype
     :param axes: the statistics are taken over these
@@ -36,7 +37,8 @@ def normalize(
     :param out_dtype: default x.dtype
     :param stats: mean and variance to use instead of those of x, broadcastable to x (batch norm in evaluation)
     :return: (x - mean) / sqrt(variance + eps) * scale + bias, in the shape of x and out_dtype, computed in at least
-        float32 and rounded once; and mean and biased variance in at least float32, without gradient, axes kept as 1
+        float32 and rounded once; and mean (None without center) and biased variance in at least float32, without
+        gradient, axes kept as 1
     """
     axes = tuple(sorted(axis % x.ndim for axis in axes))
     out_dtype = out_dtype or x.dtype
@@ -44,27 +46,36 @@ def normalize(
         if stats is not None:
             mean, var = _wide(stats[0]), _wide(stats[1])
             return _apply(x, scale, bias, mean, var, eps, out_dtype), mean, var
-        if may_fuse(x, scale, bias, mask):
-            return _Normalize.apply(x, scale, bias, mask, axes, float(eps), center, out_dtype)
-        mean, var = _stats(x, mask, axes, center)
-        return _apply(x, scale, bias, mean, var, eps, out_dtype), mean.detach(), var.detach()
+        if not may_fuse(x, scale, bias, mask):
+            return _plain(x, scale, bias, mask, axes, eps, center, out_dtype)
+        if not needs_grad(x, scale, bias):
+            return _forward(x, scale, bias, mask, axes, eps, center, out_dtype)
+        return _Normalize.apply(x, scale, bias, mask, axes, eps, center, out_dtype)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _wide_or_none(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    return None if x is None else _wide(x)
+
+
 def _stats(x: torch.Tensor, mask: Optional[torch.Tensor], axes: Tuple[int, ...], center: bool) -> _Stats:
-    x = _wide(x)
+    average = functools.partial(_average, mask=mask, axes=axes, count=_count(x, mask, axes))
+    mean = average(x) if center else None
+    return mean, average((x - mean if center else x).square())
+
+
+def _average(x: torch.Tensor, *, mask: Optional[torch.Tensor], axes: Tuple[int, ...], count) -> torch.Tensor:
     if mask is None:
-        mean = x.mean(axes, keepdim=True) if center else x.new_zeros(())
-        return mean, (x - mean).square().mean(axes, keepdim=True)
-    count = _count(x, mask, axes)
-    mean = torch.where(mask, x, 0.0).sum(axes, keepdim=True) / count if center else x.new_zeros(())
-    return mean, torch.where(mask, (x - mean).square(), 0.0).sum(axes, keepdim=True) / count
+        return x.mean(axes, keepdim=True)
+    return torch.where(mask, x, 0.0).sum(axes, keepdim=True) / count
 
 
-def _count(x: torch.Tensor, mask: torch.Tensor, axes: Tuple[int, ...]) -> torch.Tensor:
+def _count(x: torch.Tensor, mask: Optional[torch.Tensor], axes: Tuple[int, ...]) -> Optional[torch.Tensor]:
+    if mask is None:
+        return None
     count = mask.to(x.dtype).sum(axes, keepdim=True)
     for axis in axes:
         if mask.shape[axis] == 1:
@@ -73,7 +84,10 @@ def _count(x: torch.Tensor, mask: torch.Tensor, axes: Tuple[int, ...]) -> torch.
 
 
 def _apply(x, scale, bias, mean, var, eps: float, out_dtype: torch.dtype) -> torch.Tensor:
-    out = (_wide(x) - mean) * torch.rsqrt(var + eps)
+    out = _wide(x)
+    if mean is not None:
+        out = out - mean
+    out = out * torch.rsqrt(var + eps)
     if scale is not None:
         out = out * scale
     if bias is not None:
@@ -82,8 +96,9 @@ def _apply(x, scale, bias, mean, var, eps: float, out_dtype: torch.dtype) -> tor
 
 
 def _plain(x, scale, bias, mask, axes: Tuple[int, ...], eps: float, center: bool, out_dtype: torch.dtype):
-    mean, var = _stats(x, mask, axes, center)
-    return _apply(x, scale, bias, mean, var, eps, out_dtype), mean, var
+    mean, var = _stats(_wide(x), mask, axes, center)
+    out = _apply(x, scale, bias, mean, var, eps, out_dtype)
+    return out, mean.detach() if center else None, var.detach()
 
 
 def _plain_backward(grad, x, scale, mask, mean, var, axes: Tuple[int, ...], eps: float, dims: Tuple):
@@ -92,22 +107,27 @@ def _plain_backward(grad, x, scale, mask, mean, var, axes: Tuple[int, ...], eps:
     :return: gradients of x, scale, bias, the last two in at least float32
     """
     grad, rstd = _wide(grad), torch.rsqrt(var + eps)
-    norm = (_wide(x) - mean) * rstd
-    grad_scale = (grad * norm).sum(dims[0], keepdim=True) if dims[0] is not None else None
-    grad_bias = grad.sum(dims[1], keepdim=True) if dims[1] is not None else None
+    norm = (_wide(x) - mean if mean is not None else _wide(x)) * rstd
+    grad_scale = _sum(grad * norm, dims[0]) if dims[0] is not None else None
+    grad_bias = _sum(grad, dims[1]) if dims[1] is not None else None
     if scale is not None:
         grad = grad * scale
-    if mask is None:
-        inner = norm * (grad * norm).mean(axes, keepdim=True)
-        if mean.ndim:
-            inner = inner + grad.mean(axes, keepdim=True)
-    else:
-        count = _count(norm, mask, axes)
-        inner = norm * ((grad * norm).sum(axes, keepdim=True) / count)
-        if mean.ndim:
-            inner = inner + grad.sum(axes, keepdim=True) / count
+    # The statistics come from the elements inside the mask, but all elements depend on them.
+    count = _count(norm, mask, axes)
+    average = lambda t: t.mean(axes, keepdim=True) if mask is None else t.sum(axes, keepdim=True) / count
+    inner = norm * average(grad * norm)
+    if mean is not None:
+        inner = inner + average(grad)
+    if mask is not None:
         inner = torch.where(mask, inner, 0.0)
     return (rstd * (grad - inner)).to(x.dtype), grad_scale, grad_bias
+
+
+def _sum(x: torch.Tensor, dims: Tuple[int, ...]) -> torch.Tensor:
+    # One axis after the other, the last one first: the partial sums run over what is near in memory.
+    for dim in reversed(dims):
+        x = x.sum(dim, keepdim=True)
+    return x
 
 
 _forward, _backward = compiled(_plain), compiled(_plain_backward)
@@ -116,11 +136,11 @@ _forward, _backward = compiled(_plain), compiled(_plain_backward)
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scale, bias, mask, axes, eps, center, out_dtype):
-        func = _forward if x.numel() >= MIN_COMPILE_NUMEL else _plain
-        out, mean, var = func(x, scale, bias, mask, axes, eps, center, out_dtype)
+        # Parameters are small: widened here, one compiled kernel serves all their dtypes.
+        out, mean, var = _forward(x, *map(_wide_or_none, (scale, bias)), mask, axes, eps, center, out_dtype)
         ctx.save_for_backward(x, scale, bias, mask, mean, var)
         ctx.args = (axes, eps, center, out_dtype)
-        ctx.mark_non_differentiable(mean, var)
+        ctx.mark_non_differentiable(*(t for t in (mean, var) if t is not None))
         return out, mean, var
 
     @staticmethod
@@ -132,8 +152,7 @@ class _Normalize(torch.autograd.Function):
                 plain = lambda *args: _plain(*args, mask, axes, eps, center, out_dtype)[0]
                 return *differentiate(plain, (x, scale, bias), grad), *(None,) * 5
             dims = tuple(_summed(x, p) if need else None for p, need in zip((scale, bias), ctx.needs_input_grad[1:3]))
-            func = _backward if x.numel() >= MIN_COMPILE_NUMEL else _plain_backward
-            grad_x, *grads = func(grad, x, scale, mask, mean, var, axes, eps, dims)
+            grad_x, *grads = _backward(grad, x, _wide_or_none(scale), mask, mean, var, axes, eps, dims)
         grads = [None if g is None else g.to(p.dtype) for g, p in zip(grads, (scale, bias))]
         return grad_x, *grads, *(None,) * 5
 

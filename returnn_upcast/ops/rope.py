@@ -4,7 +4,7 @@ Rotary position embedding: the rotation in float32, rounded once.
 
 from __future__ import annotations
 import torch
-from .fuse import MIN_COMPILE_NUMEL, compiled, may_fuse
+from .fuse import compiled, may_fuse
 
 
 def apply_rope(x: torch.Tensor, pos_enc: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
@@ -36,12 +36,11 @@ class _Rope(torch.autograd.Function):
     def forward(ctx, x, pos_enc, out_dtype):
         ctx.save_for_backward(pos_enc)
         ctx.dtype = x.dtype
-        func = _rotate_fused if x.numel() >= MIN_COMPILE_NUMEL else _rotate
-        return func(x, pos_enc, 1.0, out_dtype)
+        return _rotate_fused(x, pos_enc, 1.0, out_dtype)
 
     @staticmethod
     def backward(ctx, grad):
         # the inverse of a rotation is its transpose
         (pos_enc,) = ctx.saved_tensors
-        fused = grad.numel() >= MIN_COMPILE_NUMEL and not torch.is_grad_enabled()
-        return (_rotate_fused if fused else _rotate)(grad, pos_enc, -1.0, ctx.dtype), None, None
+        rotate = _rotate if torch.is_grad_enabled() else _rotate_fused
+        return rotate(grad, pos_enc, -1.0, ctx.dtype), None, None
