@@ -42,12 +42,13 @@ def cross_entropy_float32(
             # picked first, as that is exact, then widened
             picked = widen(rf.gather(estimated, indices=target, axis=axis))
             return -(rf.log(picked) if estimated_type == "probs" else picked)
-        same_dims = target.dims_set == estimated.dims_set
-        if estimated_type == "log-probs" and is_torch(estimated, target) and same_dims:
-            raw_target = target.copy_compatible_to_dims_raw(estimated.dims)
-            raw = ops.nll_from_log_probs(estimated.raw_tensor, raw_target, axis=estimated.dims.index(axis))
-            return _without_axis(estimated, axis, raw)
-        return original(estimated=widen(estimated), target=widen(target), axis=axis, estimated_type=estimated_type)
+        log_probs = rf.log(widen(estimated)) if estimated_type == "probs" else estimated
+        if is_torch(estimated, target) and target.dims_set == estimated.dims_set:
+            # no matmul: its backward might run under autocast
+            raw_target = target.copy_compatible_to_dims_raw(log_probs.dims)
+            raw = ops.nll_from_log_probs(log_probs.raw_tensor, raw_target, axis=log_probs.dims.index(axis))
+            return _without_axis(log_probs, axis, raw)
+        return original(estimated=widen(log_probs), target=widen(target), axis=axis, estimated_type="log-probs")
 
 
 def widen(x: Tensor) -> Tensor:
@@ -105,7 +106,9 @@ def _log_probs(logits: Tensor, spatial_dim: Dim) -> Tensor:
     # time first and labels last is what the CTC kernels want, so that they copy nothing
     rest = logits.remaining_dims((spatial_dim, logits.feature_dim))
     view = logits.copy_transpose([spatial_dim, *rest, logits.feature_dim])
-    return wrap(view, ops.ctc_log_probs(view.raw_tensor), "log_probs")
+    raw = view.raw_tensor
+    flat = raw if raw.ndim == 3 else raw.reshape(raw.shape[0], -1, raw.shape[-1])
+    return wrap(view, ops.ctc_log_probs(flat).reshape(raw.shape), "log_probs")
 
 
 def packed_ctc_loss(original: Callable, **kwargs: Any) -> Tensor:
