@@ -71,7 +71,7 @@ def autocast_off(device_type: str) -> ContextManager:
     :param device_type: e.g. "cuda"
     :return: context without autocast there: it would cast the float32 operands of a matmul down again
     """
-    if torch.is_autocast_enabled(device_type):
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
