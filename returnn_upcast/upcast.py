@@ -11,6 +11,7 @@ import contextlib
 import functools
 import returnn.frontend as rf
 from returnn.tensor import Tensor, Dim
+from .dtypes import is_float
 from .policy import scope
 
 __all__ = [
@@ -81,7 +82,7 @@ def _widen_any(x: Any) -> Any:
 def _check(func: str, x: Tensor, axis: Union[Dim, Sequence[Dim]] = ()):
     if not isinstance(x, Tensor):
         raise TypeError(f"rf.upcast.{func}: expected a RETURNN Tensor, got {type(x).__module__}.{type(x).__name__}")
-    if not rf.is_float_dtype(x.dtype):
+    if not is_float(x.dtype):
         raise TypeError(f"rf.upcast.{func}: expected a tensor of a float dtype, got {x.dtype} ({x})")
     for dim in [axis] if isinstance(axis, Dim) else axis:
         if dim not in x.dims:

@@ -75,10 +75,10 @@ def setting(
     :param name: see :data:`SETTINGS`
     :param mode: for autocast and the default float dtype
     :param version: behavior version
-    :param options: of the config, besides ``rf_upcast``
+    :param options: of the config; ``rf_upcast`` among them wins
     :param dtype: default float dtype, wins over that of mode
     """
-    config = {**(options or {}), **({} if name == "stock" else {"rf_upcast": name == "on"})}
+    config = {**({} if name == "stock" else {"rf_upcast": name == "on"}), **(options or {})}
     dtype = dtype or (mode.param_dtype if mode else torch.float32)
     returnn_upcast.uninstall()
     BehaviorVersion._reset((version, 0))

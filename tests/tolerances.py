@@ -45,7 +45,9 @@ def tolerance(reference: torch.Tensor, dtype: torch.dtype, factor: float, *, flo
     return max(factor * floor(reference, dtype), float32 if dtype.itemsize >= 4 else 0.0)
 
 
-def assert_close(value: torch.Tensor, reference: torch.Tensor, factor: float, *, float32: float = FLOAT32, what: str = ""):
+def assert_close(
+    value: torch.Tensor, reference: torch.Tensor, factor: float, *, float32: float = FLOAT32, what: str = ""
+):
     """Asserts that the relative error is within :func:`tolerance`."""
     error, limit = relative_error(value, reference), tolerance(reference, value.dtype, factor, float32=float32)
     assert error <= limit, f"{what}: error {error:.3e} > {limit:.3e} = {factor} x floor ({value.dtype})"

@@ -66,6 +66,7 @@ PATCHES: Tuple[Patch, ...] = (
     Patch(_BACKEND, "apply_rope", f"{_H}.encoding:apply_rope", "positional_encoding", ("x", "pos_enc", "feat_dim")),
     Patch("returnn.frontend.loss", "cross_entropy", f"{_H}.loss:cross_entropy", "cross_entropy", _CE),
     Patch("returnn.frontend", "cross_entropy", f"{_H}.loss:cross_entropy", "cross_entropy", _CE),
+    Patch(_PACKED, "batch_norm", f"{_H}.norm:packed_batch_norm", "batch_norm"),
     Patch(_PACKED, "ctc_loss", f"{_H}.loss:packed_ctc_loss", "ctc_loss", _CTC),
     Patch(_PACKED, "softmax", f"{_H}.loss:softmax", "softmax", ("tensor", "axis", "use_mask")),
     Patch(_PACKED, "log_softmax", f"{_H}.loss:softmax", "log_softmax", ("tensor", "axis", "use_mask")),

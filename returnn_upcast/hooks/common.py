@@ -10,16 +10,16 @@ import torch
 import returnn.frontend as rf
 from returnn.frontend import _utils
 from returnn.tensor import Tensor, Dim
-from .. import config
+from .. import config, dtypes as dtype_names
 from ..ops import fuse
 
 log = logging.getLogger("returnn.frontend.upcast")
 
-_WIDE = ("float32", "float64")
 _said: Set[str] = set()
 
-# Under RETURNN's static tracing, fused ops must leave plain ops to the outer trace.
-fuse.trace_checks.add(rf.is_static_traceable)
+# Under RETURNN's static tracing (which not all releases have), fused ops must leave plain ops to the outer trace.
+if hasattr(rf, "is_static_traceable"):
+    fuse.trace_checks.add(rf.is_static_traceable)
 fuse.compile_option = config.compile_option
 
 
@@ -28,7 +28,7 @@ def is_low(x: Any) -> bool:
     :param x: tensor or anything else
     :return: whether it is a tensor of a float dtype narrower than 32 bit
     """
-    return isinstance(x, Tensor) and x.dtype not in _WIDE and rf.is_float_dtype(x.dtype)
+    return isinstance(x, Tensor) and dtype_names.is_low(x.dtype)
 
 
 def is_torch(*tensors: Optional[Tensor]) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple
 import contextvars
 import returnn.frontend as rf
+from .. import dtypes
 from ..policy import get_policy
 
 # Inside the rotary attention classes, sin and cos stay float32 up to the rotation.
@@ -17,8 +18,7 @@ def is_low_name(dtype: Optional[str]) -> bool:
     :param dtype: dtype name, None for the default float dtype
     :return: whether it is a float dtype narrower than 32 bit
     """
-    dtype = dtype or rf.get_default_float_dtype()
-    return rf.is_float_dtype(dtype) and dtype not in ("float32", "float64")
+    return dtypes.is_low(dtype or rf.get_default_float_dtype())
 
 
 class PolicyCache:
@@ -29,6 +29,9 @@ class PolicyCache:
 
     def __init__(self, cache: Any):
         self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
 
     @staticmethod
     def _key(key: Tuple) -> Tuple:

@@ -21,7 +21,9 @@ def _as_list(dims: _Dims) -> Sequence[Dim]:
 
 
 def _stats_dtype(x: Tensor) -> str:
-    return "float32" if normalization._moments_float32() else x.dtype
+    # releases before the option took the statistics in the input's dtype
+    stats_in_float32 = getattr(normalization, "_moments_float32", lambda: False)
+    return "float32" if stats_in_float32() else x.dtype
 
 
 def _broadcast(param: Optional[Tensor], x: Tensor) -> Optional[torch.Tensor]:
@@ -148,23 +150,29 @@ def batch_norm_masked(original: Callable, self: rf.BatchNorm, source: Tensor) ->
     use_stats = self.running_mean is not None and not train
     stats = self.running_mean.dtype if use_stats else _stats_dtype(source)
     dtype = promoted(source.dtype, stats, *dtypes(self.gamma, self.beta))
-    if self.distributed or not isinstance(train, bool) or not is_torch(source):
+    packing = None
+    if use_stats and is_packed(source) and self.in_dim in source.raw_tensor.inner.dims:
+        # With given statistics it is elementwise. RETURNN's own code takes 1/sqrt(variance) in the dtype of the buffer.
+        packing, source = source.raw_tensor, source.raw_tensor.inner
+    if (self.distributed and not use_stats) or not isinstance(train, bool) or not is_torch(source):
         return in_float32(lambda x: original(self, x), source, dtype)
-    dims = [d for d in source.dims if d != self.in_dim]
-    mask = mask_raw(source, dims)
+    mask = None if use_stats else mask_raw(source, [d for d in source.dims if d != self.in_dim])
     raw, mean, var = _batch_norm(self, source, self.in_dim, use_stats, mask, self.eps, raw_dtype(dtype))
     if self.running_mean is not None and train:
         # as stock: biased variance, and no update by a batch without any frame
         _update_running(self.running_mean, mean, self.momentum, mask)
         _update_running(self.running_variance, var, self.momentum, mask)
-    return wrap(source, raw, "batch_norm")
+    out = wrap(source, raw, "batch_norm")
+    return packing.rewrap(out, name="batch_norm") if packing is not None else out
 
 
 def batch_norm(original: Callable, source: Tensor, **kwargs: Any) -> Tensor:
     """:func:`TorchBackend.batch_norm`, without masking"""
     in_dim, mean_buf = kwargs["in_dim"], kwargs["running_mean"]
     count = source.raw_tensor.numel() // max(in_dim.get_dim_value(), 1)
-    if not is_low(source) or kwargs["use_mask"] or count <= 1:
+    # float32 with low-precision parameters comes from packed_batch_norm; torch itself does not take that mix
+    low = any(map(is_low, (source, kwargs["gamma"], kwargs["beta"], mean_buf)))
+    if not low or kwargs["use_mask"] or count <= 1:
         return original(source, **kwargs)
     train = rf.get_run_ctx().is_train_flag_enabled(func=rf.BatchNorm.__call__)
     module = _Params(kwargs["gamma"], kwargs["beta"], mean_buf, kwargs["running_variance"])
@@ -177,6 +185,13 @@ def batch_norm(original: Callable, source: Tensor, **kwargs: Any) -> Tensor:
     out = wrap(source, raw, "batch_norm")
     out.feature_dim = in_dim
     return out
+
+
+def packed_batch_norm(original: Callable, source: Tensor, **kwargs: Any) -> Tensor:
+    """:func:`PackedBackend.batch_norm`: with gaps between the sequences, older releases sum in the input's dtype"""
+    if not is_low(source) or not is_packed(source) or not source.raw_tensor.has_gap_frames:
+        return original(source, **kwargs)
+    return in_float32(lambda x: original(x, **kwargs), source, source.dtype)
 
 
 class _Params:
