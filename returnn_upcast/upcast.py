@@ -190,9 +190,10 @@ def linear(module: rf.Linear, x: Tensor) -> Tensor:
     :return: [..., out_dim], the product of the operands as they are (under autocast: rounded to its dtype, as always),
         accumulated and returned in at least float32, the bias added in float32
     """
+    from .hooks.common import is_packed
     from .ops import linear_loss
 
-    if hasattr(x.raw_tensor, "inner"):
+    if isinstance(x, Tensor) and is_packed(x):
         return x.raw_tensor.rewrap(linear(module, x.raw_tensor.inner), name="linear")
     rest, raw, weight, bias = _linear_operands("linear", module, x)
     with region():
@@ -216,12 +217,13 @@ def linear_cross_entropy(
     :param float32_logits: the logits of a chunk are not rounded; else as ``linear(x)`` rounds them
     :return: [...], at least float32. Loss and gradients in float32 arithmetic
     """
+    from .hooks.common import is_packed
     from .ops import linear_loss
 
     name = "linear_cross_entropy"
     if target.sparse_dim != getattr(linear, "out_dim", None):
         raise ValueError(f"rf.upcast.{name}: target {target} must be sparse over the labels {linear.out_dim}")
-    if hasattr(x.raw_tensor, "inner"):
+    if isinstance(x, Tensor) and is_packed(x):
         return _packed_linear_cross_entropy(linear, x, target, label_smoothing, float32_logits)
     rest, raw, weight, bias = _linear_operands(name, linear, x)
     if set(rest) != target.dims_set:
@@ -237,12 +239,13 @@ def linear_cross_entropy(
 
 
 def _packed_linear_cross_entropy(module, x: Tensor, target: Tensor, label_smoothing: float, float32_logits: bool):
-    from returnn.frontend._packed_backend import _pack_plain_like, is_packed
+    from .hooks.common import is_packed
 
     raw = x.raw_tensor
-    target = target if is_packed(target) else _pack_plain_like(target, raw)
-    inner = target.raw_tensor.inner
-    if target.raw_tensor.packed_dim != raw.packed_dim:
-        inner, _ = rf.replace_dim(inner, in_dim=target.raw_tensor.packed_dim, out_dim=raw.packed_dim)
+    target = rf.unpack(target) if is_packed(target) else target
     kwargs = dict(label_smoothing=label_smoothing, float32_logits=float32_logits)
-    return raw.rewrap(linear_cross_entropy(module, raw.inner, target=inner, **kwargs), name="linear_cross_entropy")
+    if getattr(raw, "layout_lens", None) is not None:  # a layout that rf.pack can't make
+        return linear_cross_entropy(module, rf.unpack(x), target=target, **kwargs)
+    target = rf.pack(target, dims=raw.orig_dims, out_dim=raw.packed_dim, gap=raw.gap, align=raw.align)
+    loss = linear_cross_entropy(module, raw.inner, target=target.raw_tensor.inner, **kwargs)
+    return raw.rewrap(loss, name="linear_cross_entropy")
