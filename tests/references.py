@@ -106,8 +106,8 @@ def _sin_cos(positions: Sequence[int], rates: Sequence[float]) -> torch.Tensor:
 
 def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """
-    :param x: [..., T, D], float64; neighbours are real and imaginary part
-    :param angles: [T, D / 2]
+    :param x: [..., D], float64; neighbours are real and imaginary part
+    :param angles: [..., D / 2]
     :return: x, times exp(i * angle)
     """
     numbers = torch.complex(x[..., 0::2], x[..., 1::2])

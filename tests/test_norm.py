@@ -10,6 +10,7 @@ import returnn.frontend as rf
 from returnn.tensor import Dim
 from common import MODES, Mode, seq_dim, setting, tensor, values
 from norm_cases import CASES, Case, batch, example, feat, reference, run_case, split
+from returnn_upcast.ops import fuse
 import tolerances
 from tolerances import assert_within_one_rounding, relative_error
 
@@ -54,6 +55,14 @@ def test_against_float64(case: Case, mode_name: str):
     assert not too_far(case, MODES[mode_name], "on")
     if mode_name in case.stock_fails:
         assert too_far(case, MODES[mode_name], "off")
+
+
+@all_modes
+@all_cases
+def test_plain_code_against_float64(case: Case, mode_name: str, monkeypatch):
+    """What runs inside of another trace, where RETURNN compiles or captures a whole step."""
+    monkeypatch.setattr(fuse, "trace_checks", {lambda: True})
+    assert not too_far(case, MODES[mode_name], "on")
 
 
 @all_cases

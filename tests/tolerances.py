@@ -53,15 +53,15 @@ def assert_close(
     assert error <= limit, f"{what}: error {error:.3e} > {limit:.3e} = {factor} x floor ({value.dtype})"
 
 
-def assert_within_one_rounding(a: torch.Tensor, b: torch.Tensor, what: str = ""):
+def assert_within_one_rounding(a: torch.Tensor, b: torch.Tensor, what: str = "", *, noise: float = 10 * FLOAT32):
     """
     Asserts that a and b can be the same number, computed in float32 in another order and then rounded to their dtype:
-    elementwise, one step of the dtype plus float32 noise of the largest value.
+    elementwise, one step of the dtype plus float32 noise, relative to the largest value.
     """
     assert a.dtype == b.dtype and a.shape == b.shape, (what, a.dtype, b.dtype, a.shape, b.shape)
     eps = torch.finfo(a.dtype).eps
     a, b = a.detach().double(), b.detach().double()
     assert torch.isfinite(a).all() and torch.isfinite(b).all(), what
-    allowed = eps * torch.maximum(a.abs(), b.abs()) + FLOAT32 * 10 * torch.maximum(a.abs().max(), b.abs().max())
+    allowed = eps * torch.maximum(a.abs(), b.abs()) + noise * torch.maximum(a.abs().max(), b.abs().max())
     excess = (a - b).abs() - allowed
     assert (excess <= 0).all(), f"{what}: off by up to {float((a - b).abs().max()):.3e}"

@@ -188,10 +188,19 @@ def batch_norm(original: Callable, source: Tensor, **kwargs: Any) -> Tensor:
 
 
 def packed_batch_norm(original: Callable, source: Tensor, **kwargs: Any) -> Tensor:
-    """:func:`PackedBackend.batch_norm`: with gaps between the sequences, older releases sum in the input's dtype"""
+    """
+    :func:`PackedBackend.batch_norm`: with gaps between the sequences, older releases sum in the input's dtype,
+    and all of them round low-precision running statistics several times
+    """
     if not is_low(source) or not is_packed(source) or not source.raw_tensor.has_gap_frames:
         return original(source, **kwargs)
-    return in_float32(lambda x: original(x, **kwargs), source, source.dtype)
+    buffers = {name: kwargs[name] for name in ("running_mean", "running_variance") if is_low(kwargs[name])}
+    wide = {name: rf.cast(buffer, "float32") for name, buffer in buffers.items()}
+    out = in_float32(lambda x: original(x, **{**kwargs, **wide}), source, source.dtype)
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.raw_tensor.copy_(wide[name].raw_tensor)
+    return out
 
 
 class _Params:

@@ -1,153 +1,44 @@
 """
-Cross entropy and log_softmax in float32, row by row.
+Cross entropy and log_softmax in float32.
 
 Logits are the largest tensors of a model, so neither a float32 copy of them nor of their log-probs is kept:
-one compiled pass over the low-precision logits gives two float32 numbers per row, the peak and
-the log of the sum of exp(x - peak). Another pass gives the gradient from these, rounded once.
-
-"Rows" are what the kernels here work on: [A, V] or [A, V, C], label axis 1, the dims in their order in memory,
-so that no dim order costs a copy. What belongs to a row is then [A] or [A, C].
+one pass over the low-precision logits gives two float32 numbers per row, another gives the gradient from these,
+rounded once. See :mod:`.loss_rows` for the passes.
 """
 
 from __future__ import annotations
 from typing import Any, Callable, Tuple
-import contextlib
-import functools
-import itertools
 import math
 import torch
 import torch.nn.functional as F
-from .fuse import MIN_COMPILE_NUMEL, compiled, differentiate, may_fuse
+from .fuse import autocast_off, differentiate, may_fuse
+from .loss_rows import (
+    dense_backward,
+    dense_backward_target,
+    dense_forward,
+    label_log_prob,
+    log_softmax_backward,
+    log_softmax_forward,
+    row_stats,
+    softmax_times,
+    wide_dtype,
+)
 
 IGNORE_INDEX = -100  # as in F.cross_entropy
-_BLOCK_NUMEL = 1 << 20  # of the float32 temporaries where nothing is compiled
-
-
-def wide_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """:return: the dtype to compute in: at least float32, and not narrower than any of the tensors"""
-    return functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
-
-
-def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """:return: a context without autocast, which would cast float32 operands down again; free where it is off"""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
-
-
-def row_kernel(func: Callable) -> Callable:
-    """
-    :param func: of rows and of other tensors with the same first and last dim, as are its results; and of dtypes
-    :return: func, compiled where that pays, else in blocks of rows, as its temporaries are float32
-    """
-
-    @functools.wraps(func)
-    def in_blocks(rows: torch.Tensor, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or rows.numel() <= _BLOCK_NUMEL:
-            return func(rows, *args)
-        dim = 0 if rows.ndim == 2 or rows.shape[0] >= rows.shape[-1] else -1
-        count = math.ceil(rows.numel() / _BLOCK_NUMEL)
-        blocks = [t.chunk(count, dim) if isinstance(t, torch.Tensor) else itertools.repeat(t) for t in (rows, *args)]
-        parts = [func(*block) for block in zip(*blocks)]
-        if isinstance(parts[0], tuple):
-            return tuple(torch.cat(results, dim) for results in zip(*parts))
-        return torch.cat(parts, dim)
-
-    fast = compiled(in_blocks)
-
-    @functools.wraps(func)
-    def call(rows: torch.Tensor, *args: Any) -> Any:
-        # without autograd's and autocast's state, which the compiler would specialise on
-        with torch.no_grad(), no_autocast(rows.device):
-            args = [t.detach() if isinstance(t, torch.Tensor) else t for t in (rows, *args)]
-            return (fast if rows.numel() >= MIN_COMPILE_NUMEL else in_blocks)(*args)
-
-    return call
-
-
-def _log_sum(wide: torch.Tensor, dim: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """:return: peak and log(sum(exp(wide - peak))) over dim, which is kept; NaN where log_softmax is NaN"""
-    peak = wide.amax(dim, keepdim=True)
-    # log1p of the sum without the peak's own 1: a confident row has a loss far below the spacing of floats at 1
-    at_peak = (wide == peak).to(wide.dtype)
-    rest = ((wide - peak).exp() - at_peak).sum(dim, keepdim=True) + (at_peak.sum(dim, keepdim=True) - 1)
-    return peak, rest.log1p()
-
-
-def _log_probs(rows: torch.Tensor, peak: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
-    # not x - (peak + log_sum), which would round at the magnitude of the logits, and the loss with it
-    return (rows.to(peak.dtype) - peak.unsqueeze(1)) - log_sum.unsqueeze(1)
-
-
-@row_kernel
-def row_stats(rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """:return: peak and log_sum per row, in the wide dtype"""
-    peak, log_sum = _log_sum(rows.to(wide_dtype(rows)), 1)
-    return peak.squeeze(1), log_sum.squeeze(1)
-
-
-@row_kernel
-def softmax_times(rows, peak, log_sum, grad, dtype) -> torch.Tensor:
-    """:return: softmax * grad in dtype: the gradient of a sparse cross entropy, but for the entry of the target"""
-    return (_log_probs(rows, peak, log_sum).exp() * grad.unsqueeze(1)).to(dtype)
-
-
-@row_kernel
-def _dense_forward(rows, target, peak, log_sum):
-    """:return: -sum(target * log_probs), sum(target), per row"""
-    target = target.to(peak.dtype)
-    return -(target * _log_probs(rows, peak, log_sum)).sum(1), target.sum(1)
-
-
-@row_kernel
-def _dense_backward(rows, target, peak, log_sum, total, grad):
-    """:return: gradient of the rows, in their dtype"""
-    softmax = _log_probs(rows, peak, log_sum).exp()
-    return ((softmax * total.unsqueeze(1) - target) * grad.unsqueeze(1)).to(rows.dtype)
-
-
-@row_kernel
-def _dense_backward_target(rows, target, peak, log_sum, grad):
-    """:return: gradient of the dense target, in its dtype"""
-    return (_log_probs(rows, peak, log_sum) * -grad.unsqueeze(1)).to(target.dtype)
-
-
-def _labels_last(rows: torch.Tensor) -> torch.Tensor:
-    """:return: the same rows, in memory as [A, C, V]"""
-    return rows.transpose(1, -1).contiguous().transpose(1, -1)
-
-
-@row_kernel
-def _log_softmax_forward(rows, dtype):
-    """:return: log_softmax over the labels, which are last in memory"""
-    wide = rows.to(dtype)
-    peak, log_sum = _log_sum(wide, 1)
-    return _labels_last((wide - peak) - log_sum)
-
-
-@row_kernel
-def _log_softmax_backward(log_probs, grad, dtype):
-    """:return: gradient of the logits in dtype, labels last in memory"""
-    return _labels_last((grad - log_probs.exp() * grad.sum(1, keepdim=True)).to(dtype))
-
-
-def label_log_prob(rows, target, peak, log_sum) -> torch.Tensor:
-    """:return: log-prob of the target, which is in range, per row"""
-    return _log_probs(rows.gather(1, target.unsqueeze(1)), peak, log_sum).squeeze(1)
 
 
 def _plain_cross_entropy(logits: torch.Tensor, target: torch.Tensor, axis: int = 1) -> torch.Tensor:
     dense = target.is_floating_point()
     if logits.ndim > 1:  # batch first, then labels
         logits, target = logits.movedim(axis, 1), target.movedim(axis, 1) if dense else target
-    with no_autocast(logits.device):
+    with autocast_off(logits.device.type):
         target = target.to(wide_dtype(target)) if dense else target
         return F.cross_entropy(logits.to(wide_dtype(logits)), target, reduction="none")
 
 
 def _plain_dot(log_probs: torch.Tensor, target: torch.Tensor, axis: int = 1) -> torch.Tensor:
     wide = wide_dtype(log_probs, target)
-    with no_autocast(log_probs.device):
+    with autocast_off(log_probs.device.type):
         return -(target.to(wide) * log_probs.to(wide)).sum(axis)
 
 
@@ -180,8 +71,8 @@ class _Dense(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, target, normalized):
         none = rows.select(1, 0).new_zeros((), dtype=wide_dtype(rows, target)).expand_as(rows.select(1, 0))
-        peak, log_sum = (none, none) if normalized else row_stats(rows)
-        loss, total = _dense_forward(rows, target, peak, log_sum)
+        peak, log_sum = (none, none) if normalized else (stat.to(none.dtype) for stat in row_stats(rows))
+        loss, total = dense_forward(rows, target, peak, log_sum)
         ctx.save_for_backward(rows, target, peak, log_sum, none if normalized else total)
         ctx.normalized = normalized
         return loss
@@ -193,8 +84,8 @@ class _Dense(torch.autograd.Function):
             plain = _plain_dot if ctx.normalized else _plain_cross_entropy
             return (*differentiate(plain, (rows, target), grad), None)
         need_rows, need_target, _ = ctx.needs_input_grad
-        d_rows = _dense_backward(rows, target, peak, log_sum, total, grad) if need_rows else None
-        d_target = _dense_backward_target(rows, target, peak, log_sum, grad) if need_target else None
+        d_rows = dense_backward(rows, target, peak, log_sum, total, grad) if need_rows else None
+        d_target = dense_backward_target(rows, target, peak, log_sum, grad) if need_target else None
         return d_rows, d_target, None
 
 
@@ -204,7 +95,8 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.dtype, ctx.swapped = x.dtype, x.stride(0) < x.stride(-2)
-        log_probs = _log_softmax_forward(x.transpose(1, -1), wide_dtype(x)).transpose(1, -1).contiguous()
+        # contiguous unless the kernel ran in blocks
+        log_probs = log_softmax_forward(x.transpose(1, -1), wide_dtype(x)).transpose(1, -1).contiguous()
         ctx.save_for_backward(log_probs)
         return log_probs
 
@@ -215,7 +107,7 @@ class _LogSoftmax(torch.autograd.Function):
             return (grad - log_probs.exp() * grad.sum(-1, keepdim=True)).to(ctx.dtype)
         if ctx.swapped:  # so that the gradient has the memory layout of x
             log_probs, grad = log_probs.transpose(0, 1), grad.transpose(0, 1)
-        result = _log_softmax_backward(log_probs.transpose(1, -1), grad.transpose(1, -1), ctx.dtype).transpose(1, -1)
+        result = log_softmax_backward(log_probs.transpose(1, -1), grad.transpose(1, -1), ctx.dtype).transpose(1, -1)
         return result.transpose(0, 1) if ctx.swapped else result
 
 
@@ -302,10 +194,10 @@ def log_softmax(x: torch.Tensor, *, axis: int) -> torch.Tensor:
     :return: log_softmax of the shape of x, computed and returned in at least float32; only that is kept for backward.
         The gradient is rounded once, to x.dtype.
     """
-    if may_fuse(x) and wide_dtype(x) != x.dtype and x.ndim > 0 and x.movedim(axis, -1).is_contiguous():
-        rows = x.movedim(axis, -1)
+    if may_fuse(x) and wide_dtype(x) != x.dtype and x.numel() > 0:
+        rows = x.movedim(axis, -1)  # copied if they are not so in memory, but that is not kept
         return _LogSoftmax.apply(rows.reshape(-1, x.shape[axis])).reshape(rows.shape).movedim(-1, axis)
-    with no_autocast(x.device):
+    with autocast_off(x.device.type):
         return x.to(wide_dtype(x)).log_softmax(axis)
 
 

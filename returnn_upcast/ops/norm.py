@@ -96,7 +96,9 @@ def _apply(x, scale, bias, mean, var, eps: float, out_dtype: torch.dtype) -> tor
 
 
 def _plain(x, scale, bias, mask, axes: Tuple[int, ...], eps: float, center: bool, out_dtype: torch.dtype):
-    mean, var = _stats(_wide(x), mask, axes, center)
+    # Widened once, so that the parts of its gradient are added in float32 and rounded once.
+    x = _wide(x)
+    mean, var = _stats(x, mask, axes, center)
     out = _apply(x, scale, bias, mean, var, eps, out_dtype)
     return out, mean.detach() if center else None, var.detach()
 

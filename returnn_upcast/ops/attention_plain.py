@@ -1,0 +1,64 @@
+"""
+Attention as plain differentiable torch code: what it is, and what runs where no fused code may.
+"""
+
+from __future__ import annotations
+from typing import NamedTuple, Optional
+import math
+import torch
+
+
+class Inputs(NamedTuple):
+    """Tensors of one attention, with equally many axes. See :mod:`.attention` for shapes and dtypes."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    pos: Optional[torch.Tensor] = None
+    bias_u: Optional[torch.Tensor] = None
+    bias_v: Optional[torch.Tensor] = None
+    bias: Optional[torch.Tensor] = None
+    mask: Optional[torch.Tensor] = None  # bool, True = attend
+    keep: Optional[torch.Tensor] = None  # bool, False = weight dropped
+
+
+class Options(NamedTuple):
+    """What else makes up one attention"""
+
+    causal: bool
+    scale: float
+    keep_scale: float  # what dropout multiplies the kept weights with
+
+
+def plain_attention(inputs: Inputs, options: Options) -> torch.Tensor:
+    """:return: [..., Tq, V] in the dtype of q; all in at least float32, rounded once. Autocast must be off."""
+    wide = torch.promote_types(inputs.q.dtype, torch.float32)
+    q, k, v, pos, u, w, bias = (x if x is None else x.to(wide) for x in inputs[:7])
+    energies = (q if u is None else q + u) @ k.mT
+    if pos is not None:
+        energies = energies + _shift((q if w is None else q + w) @ pos.mT, k.shape[-2])
+    energies = energies * options.scale
+    if bias is not None:
+        energies = energies + bias
+    if options.causal:
+        past = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        energies = energies.masked_fill(~past, -math.inf)
+    if inputs.mask is not None:
+        energies = energies.masked_fill(~inputs.mask, -math.inf)
+    weights = energies.softmax(-1)
+    if inputs.mask is not None:
+        weights = weights.masked_fill(~inputs.mask, 0.0)  # softmax over nothing is NaN
+    if inputs.keep is not None:
+        weights = weights * inputs.keep * options.keep_scale
+    return (weights @ v).to(inputs.q.dtype)
+
+
+def _shift(x: torch.Tensor, keys: int) -> torch.Tensor:
+    """
+    :param x: [..., Tq, R] by relative position r = j - i + Tq - 1
+    :param keys: Tk
+    :return: [..., Tq, Tk] by query i and key j (https://arxiv.org/abs/1901.02860, appendix B)
+    """
+    *batch, queries, positions = x.shape
+    x = torch.nn.functional.pad(x, (1, 0)).reshape(*batch, positions + 1, queries)
+    return x[..., 1:, :].reshape(*batch, queries, positions)[..., :keys]

@@ -1,0 +1,61 @@
+"""
+Matrix products that are accumulated and returned in float32, from operands of any dtype, which are not rounded.
+"""
+
+from __future__ import annotations
+from typing import Callable
+import platform
+import torch
+from .loss_rows import wide_dtype
+
+# torch hands float32 products to MKL, which is half as fast as oneDNN on AMD (and not faster on Intel). This op of
+# oneDNN is what torch.compile makes of F.linear. For small products its call costs more than it saves.
+_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_ONEDNN = _ONEDNN and platform.machine() in ("x86_64", "AMD64")
+_MIN_ONEDNN_PRODUCTS = 1 << 20
+
+_MM_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None  # CUDA only
+
+
+def matmul_wide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """
+    :param a: [M, K], any float dtype
+    :param b: [K, N], any float dtype
+    :return: [M, N], a @ b in at least float32. Not differentiable, and not to be called under autocast.
+    """
+    wide = wide_dtype(a, b)
+    if a.is_cuda and _MM_OUT_DTYPE and wide == torch.float32 and {a.dtype, b.dtype} != {torch.float32}:
+        return split_matmul(a, b, lambda a_, b_: torch.mm(a_, b_, out_dtype=torch.float32))
+    a, b = a.to(wide), b.to(wide)
+    products = a.shape[0] * a.shape[1] * b.shape[1]
+    on_cpu = a.device.type == "cpu" and wide == torch.float32
+    if on_cpu and _ONEDNN and products >= _MIN_ONEDNN_PRODUCTS and torch.backends.mkldnn.enabled:
+        return torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b.T), None, "none", [], "")
+    return a @ b
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    # for a slice of columns, oneDNN has only its slow reference kernel
+    return x if x.is_contiguous() or x.T.is_contiguous() else x.contiguous()
+
+
+def split_matmul(a: torch.Tensor, b: torch.Tensor, mm: Callable) -> torch.Tensor:
+    """
+    A float32 operand is split into two of low precision: a sum of two fast products, exact to 16 bits (f16: 22).
+
+    :param a: [M, K], float32 or low precision
+    :param b: [K, N], the same; not both float32
+    :param mm: product of two matrices of the same low-precision dtype, in float32
+    :return: [M, N], float32
+    """
+    if a.dtype == b.dtype:
+        return mm(a, b)
+    if b.dtype == torch.float32:
+        return split_matmul(b.T, a.T, lambda b_, a_: mm(a_.T, b_.T).T).T
+    if a.dtype != torch.float32:
+        return split_matmul(a.float(), b, mm)  # bf16 times f16
+    # f16 has too few exponents for what gradients span
+    scale = a.abs().amax().clamp_min(1e-30) / 2**15 if b.dtype == torch.float16 and a.numel() else 1.0
+    a = a / scale
+    high = a.to(b.dtype)
+    return (mm(high, b) + mm((a - high).to(b.dtype), b)) * scale
