@@ -22,7 +22,7 @@ log = logging.getLogger("returnn.frontend.upcast")
 
 _OFF = UpcastPolicy()
 _ON = UpcastPolicy(frozenset(OPS))
-_cached: Tuple[Any, int, UpcastPolicy] = (None, -1, _OFF)  # option's value, behavior version, policy
+_cached: Tuple[Any, UpcastPolicy] = (None, _OFF)  # (option's value as text, behavior version), policy
 _logged = set()
 
 
@@ -54,13 +54,13 @@ def _resolve(override: Optional[PolicyValue]) -> UpcastPolicy:
         config = get_global_config(raise_exception=False)
         value = read_option(config, OPTION) if config is not None else None
     version = BehaviorVersion.get()
-    cached_value, cached_version, result = _cached
-    if type(value) is type(cached_value) and value == cached_value and version == cached_version:
-        return result
+    # by its text: {"attention": 1} equals {"attention": True}, and a dict may be changed in place
+    key = repr(value), version
+    if key == _cached[0]:
+        return _cached[1]
     base = behavior_default()
     result = UpcastPolicy.parse(value, base=base) if value is not None else base
-    # a copy, so that a dict which is changed in place is noticed
-    _cached = (dict(value) if isinstance(value, dict) else value, version, result)
+    _cached = (key, result)
     if result and result not in _logged:
         _logged.add(result)
         log.info("rf_upcast: float32 inside for %s (%s)", result, _why(override, value))

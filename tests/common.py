@@ -13,6 +13,9 @@ from returnn.tensor import Dim, Tensor
 from returnn.util.basic import BehaviorVersion
 import returnn_upcast
 
+# Context of RETURNN's static tracing. Not all releases have it.
+static_traceable = getattr(rf, "set_static_traceable_ctx", None)
+
 # "stock": nothing installed. "off" and "on": installed, with ``rf_upcast`` False and True.
 SETTINGS = ("stock", "off", "on")
 

@@ -4,6 +4,7 @@ Rotary position embedding: the rotation itself, and sin and cos inside the rotar
 
 from __future__ import annotations
 from typing import List, Tuple
+import inspect
 import itertools
 import pytest
 import torch
@@ -34,7 +35,7 @@ def stock_does_not_compile(monkeypatch):
     """Stock RETURNN compiles its rotation, for seconds per combination of dtypes. Its plain code is what it falls to."""
     from returnn.torch.util import rope as stock_rope
 
-    monkeypatch.setattr(stock_rope, "apply_rope", stock_rope.apply_rope_plain)
+    monkeypatch.setattr(stock_rope, "apply_rope", inspect.unwrap(stock_rope.apply_rope))
 
 
 def rotate_as_is(x: torch.Tensor, enc: torch.Tensor) -> torch.Tensor:
@@ -172,6 +173,24 @@ def test_rotary_self_attention(mode: Mode):
             assert rotated.dtype == mode.low
             expected = references.rotate(q.double(), angles(range(600)))
             assert (relative_error(rotated, expected) <= tolerance(expected, mode.low, OUTPUT)) == (name == "on")
+
+
+@pytest.mark.parametrize("first", ["rotary", "plain"])
+@low_modes
+def test_rotary_and_plain_encoding_in_one_cache(mode: Mode, first: str):
+    """Sin and cos are float32 inside the rotary classes, the same encoding is of the default dtype outside."""
+    frames = Dim(77 if first == "rotary" else 78, name="frames")
+    with setting("on", mode):
+        module, width = _module(rf.RotaryPosSelfAttention)
+        key_dim, base = module.key_dim_per_head, 10_000 ** (1 - 2 / 8)
+        calls = {
+            "rotary": lambda: module(
+                tensor(values(frames.dimension, 16, seed=1).to(mode.low), frames, width), axis=frames
+            ),
+            "plain": lambda: rf.sinusoidal_positional_encoding(spatial_dim=frames, feat_dim=key_dim, base=base),
+        }
+        for name in (first, *calls, first):
+            assert calls[name]().raw_tensor.dtype == mode.low
 
 
 @low_modes

@@ -51,6 +51,7 @@ PATCHES: Tuple[Patch, ...] = (
     Patch(_BACKEND, "rel_pos_self_attention", f"{_H}.attention:rel_pos_self_attention", None, _REL_POS),
     # Default arguments hold rf.sinusoidal_positional_encoding itself, so what it calls is hooked, and its cache.
     Patch(_ATT, "_sinusoidal_positional_encoding_cache", f"{_H}.encoding_cache:PolicyCache", replace=True),
+    Patch(_ATT, "_relative_positional_encoding_cache", f"{_H}.encoding_cache:PolicyCache", replace=True),
     *(
         Patch(owner, name, f"{_H}.encoding:{name}", "positional_encoding", params)
         for owner in (_ATT, "returnn.frontend")

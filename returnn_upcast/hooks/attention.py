@@ -63,7 +63,6 @@ def scaled_dot_product_attention(
         scale=scale,
         dropout=_dropout(att_dropout),
         dropout_broadcast=bool(att_dropout_broadcast),
-        zero_masked_rows=True,
     )
     return layout.wrap(out, value.feature_dim)
 
@@ -113,7 +112,6 @@ def rel_pos_self_attention(
         mask=layout.mask(kv_spatial_dim),
         dropout=_dropout(att_dropout),
         dropout_broadcast=bool(att_dropout_broadcast),
-        zero_masked_rows=True,
     )
     return layout.wrap(out, v_feat_dim)
 

@@ -26,9 +26,11 @@ fuse.compile_option = config.compile_option
 def is_low(x: Any) -> bool:
     """
     :param x: tensor or anything else
-    :return: whether it is a tensor of a float dtype narrower than 32 bit
+    :return: whether it is a torch tensor, padded or packed, of a float dtype narrower than 32 bit
     """
-    return isinstance(x, Tensor) and dtype_names.is_low(x.dtype)
+    if not isinstance(x, Tensor) or not dtype_names.is_low(x.dtype) or x.raw_tensor is None:
+        return False
+    return isinstance(x.raw_tensor.inner.raw_tensor if is_packed(x) else x.raw_tensor, torch.Tensor)
 
 
 def is_torch(*tensors: Optional[Tensor]) -> bool:

@@ -1,9 +1,10 @@
 """
-RETURNN's cache of sinusoidal encodings, made to know the policy. Put in place by ``install()``, so it needs no torch.
+RETURNN's caches of encodings, made to know the policy. Put in place by ``install()``, so it needs no torch.
 """
 
 from __future__ import annotations
-from typing import Any, Optional, Tuple
+from typing import Any, Iterator, Optional, Tuple
+import contextlib
 import contextvars
 import returnn.frontend as rf
 from .. import dtypes
@@ -11,6 +12,20 @@ from ..policy import get_policy
 
 # Inside the rotary attention classes, sin and cos stay float32 up to the rotation.
 rotary: contextvars.ContextVar[bool] = contextvars.ContextVar("rf_upcast_rotary", default=False)
+
+
+# While it is set, nothing is taken from the caches or put there.
+bypass: contextvars.ContextVar[bool] = contextvars.ContextVar("rf_upcast_bypass", default=False)
+
+
+@contextlib.contextmanager
+def set_to_true(var: contextvars.ContextVar[bool]) -> Iterator[None]:
+    """:return: context in which var is True"""
+    token = var.set(True)
+    try:
+        yield
+    finally:
+        var.reset(token)
 
 
 def is_low_name(dtype: Optional[str]) -> bool:
@@ -23,7 +38,7 @@ def is_low_name(dtype: Optional[str]) -> bool:
 
 class PolicyCache:
     """
-    RETURNN's cache of sinusoidal encodings, whose key has the dtype but not the policy:
+    RETURNN's cache of sinusoidal or relative encodings, whose key has the dtype but not the policy:
     a cached stock encoding must not leak into an upcast run, nor the reverse.
     """
 
@@ -35,15 +50,16 @@ class PolicyCache:
 
     @staticmethod
     def _key(key: Tuple) -> Tuple:
-        _spatial, _feat, _offset, _base, dtype, _device = key
+        *_, dtype, _device = key
         if "positional_encoding" not in get_policy().ops or not is_low_name(dtype):
             return key
         return *key, "rf_upcast", rotary.get()
 
     def get(self, key: Tuple, default: Any = None) -> Any:
         """see :class:`returnn.frontend._cache.Cache`"""
-        return self._cache.get(self._key(key), default)
+        return default if bypass.get() else self._cache.get(self._key(key), default)
 
     def set(self, key: Tuple, value: Any):
         """see :class:`returnn.frontend._cache.Cache`"""
-        self._cache.set(self._key(key), value)
+        if not bypass.get():
+            self._cache.set(self._key(key), value)

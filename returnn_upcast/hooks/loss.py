@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, Callable
 import returnn.frontend as rf
 from returnn.tensor import Tensor, Dim
-from ..dtypes import is_float
+from .. import dtypes as dtype_names
 from ..ops import loss as ops
 from ..ops.fuse import autocast_off
 from .common import autocast_dtype, device_type, is_low, is_packed, is_torch, say_once, wrap
@@ -25,7 +25,7 @@ def cross_entropy(original: Callable, *, estimated: Tensor, target: Tensor, axis
     kwargs = dict(estimated=estimated, target=target, axis=axis, estimated_type=estimated_type)
     dense = not target.sparse_dim
     # a matmul under autocast casts float32 log-probs down again
-    cast_down = dense and is_float(estimated.dtype) and autocast_dtype(estimated) is not None
+    cast_down = dense and dtype_names.is_float(estimated.dtype) and autocast_dtype(estimated) is not None
     low = is_low(estimated) or (dense and is_low(target))
     if estimated_type not in ("log-probs", "probs") or estimated.dtype == "float64" or not (low or cast_down):
         return original(**kwargs)
@@ -54,7 +54,7 @@ def cross_entropy_float32(
 
 def widen(x: Tensor) -> Tensor:
     """:return: x in at least float32; what is no float stays"""
-    return rf.cast(x, "float32") if is_low(x) else x
+    return rf.cast(x, "float32") if dtype_names.is_low(x.dtype) else x
 
 
 def _without_axis(x: Tensor, axis: Dim, raw: Any) -> Tensor:

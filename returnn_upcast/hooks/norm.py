@@ -170,8 +170,9 @@ def batch_norm(original: Callable, source: Tensor, **kwargs: Any) -> Tensor:
     """:func:`TorchBackend.batch_norm`, without masking"""
     in_dim, mean_buf = kwargs["in_dim"], kwargs["running_mean"]
     count = source.raw_tensor.numel() // max(in_dim.get_dim_value(), 1)
-    # float32 with low-precision parameters comes from packed_batch_norm; torch itself does not take that mix
-    low = any(map(is_low, (source, kwargs["gamma"], kwargs["beta"], mean_buf)))
+    # With float32 parameters torch's own kernel has float32 inside. With low ones it rounds, and float32 input
+    # (from packed_batch_norm) it does not take.
+    low = any(map(is_low, (kwargs["gamma"], kwargs["beta"], mean_buf)))
     if not low or kwargs["use_mask"] or count <= 1:
         return original(source, **kwargs)
     train = rf.get_run_ctx().is_train_flag_enabled(func=rf.BatchNorm.__call__)

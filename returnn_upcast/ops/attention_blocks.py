@@ -87,7 +87,7 @@ class Blocks:
         self.num_queries, self.num_keys = q.shape[-2], k.shape[-2]
         self.size, rows, self.entries = _SIZES.get(self.device, _SIZES_ELSEWHERE)
         rows = rows if options.causal or inputs.pos is not None else self.num_queries
-        self.rows = max(1, min(rows, self.num_queries, self.size // max(1, self.num_keys)))
+        self.rows = _even(self.num_queries, min(rows, self.size // max(1, self.num_keys)))
         self._scratch = {}
 
     def products(self, exact: bool = False) -> ContextManager:
@@ -118,7 +118,8 @@ class Blocks:
 
     def blocks(self, chunk: Chunk) -> Iterator[Block]:
         """:return: all blocks of the chunk"""
-        step, count = max(1, self.size // self._block_numel(chunk.keys)), math.prod(chunk.lead)
+        count = math.prod(chunk.lead)
+        step = _even(count, self.size // self._block_numel(chunk.keys))
         for entry in range(0, count, step):
             for row in range(0, self.num_queries, self.rows):
                 rows = slice(row, min(row + self.rows, self.num_queries))
@@ -130,9 +131,7 @@ class Blocks:
 
     def _chunk(self, index: Tuple[slice, ...]) -> Chunk:
         lead = tuple(s.stop - s.start for s in index)
-        q, k, v, pos, bias_u, bias_v, bias, mask, keep = (
-            x if x is None else select(x, index) for x in self.inputs
-        )
+        q, k, v, pos, bias_u, bias_v, bias, mask, keep = (x if x is None else select(x, index) for x in self.inputs)
         keys = self.num_keys
         if mask is not None and mask.shape[-1] == keys and self.device == "cpu":
             # elsewhere, looking into the mask would wait for the device
@@ -203,6 +202,11 @@ class Blocks:
     def positions(self, block: Block) -> slice:
         """:return: the relative positions j - i + Tq - 1 of the block's queries i and keys j"""
         return slice(self.num_queries - block.rows.stop, self.num_queries - 1 - block.rows.start + block.keys)
+
+
+def _even(size: int, step: int) -> int:
+    """:return: at most step, such that size is cut into nearly equal parts: a small rest costs as many calls"""
+    return math.ceil(size / math.ceil(size / max(1, step))) if size else 1
 
 
 def shifted(x: torch.Tensor, keys: int) -> torch.Tensor:

@@ -82,7 +82,12 @@ def _gradients(blocks: Blocks, grad_out: torch.Tensor, needed: Sequence[bool]) -
 def _block_gradients(blocks: Blocks, chunk: Chunk, block: Block, grad_out: torch.Tensor, sums: _Sums):
     entries, rows, keys = block
     _, scale, keep_scale = blocks.options
-    q, k, v, grad_out = chunk.q[entries, rows], chunk.k[entries, :keys], chunk.v[entries, :keys], grad_out[entries, rows]
+    q, k, v, grad_out = (
+        chunk.q[entries, rows],
+        chunk.k[entries, :keys],
+        chunk.v[entries, :keys],
+        grad_out[entries, rows],
+    )
     keep = None if chunk.keep is None else block_part(chunk.keep, block)
     weights = blocks.weights(chunk, block)
     grad = blocks.scratch("energies", *weights.shape)

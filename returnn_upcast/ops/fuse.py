@@ -92,8 +92,11 @@ def compiled(func: Callable) -> Callable:
             return func(*args)
         key = tuple((a.dtype, a.ndim, a.device.type) if isinstance(a, torch.Tensor) else a for a in args)
         fast = variants.get(key)
+        # without autograd's state, which the compiler would specialise on
+        args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
         try:
-            return fast(*args) if fast is not None else _first_call(func, variants, key, args)
+            with torch.no_grad():
+                return fast(*args) if fast is not None else _first_call(func, variants, key, args)
         except torch.OutOfMemoryError:
             raise
         except Exception as exc:  # a later specialisation may fail to compile as well
