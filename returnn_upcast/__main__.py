@@ -1,5 +1,5 @@
 """
-``python -m returnn_upcast explain | cast | convert | inspect | compare``, see ``--help`` of each.
+``python -m returnn_upcast explain | audit | cast | convert | inspect | compare``, see ``--help`` of each.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from typing import List, Optional
 import argparse
 import sys
 from . import config, hooks, patch
+from .audit import cli as audit_cli
 from .checkpoint import cli as checkpoint_cli
 from .version import __version__
 
@@ -59,6 +60,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     sub.add_argument("config", help="RETURNN config file")
     sub.add_argument("options", nargs=argparse.REMAINDER, help="as for RETURNN: ++rf_upcast False ...")
     sub.set_defaults(func=explain)
+    audit_cli.add_commands(commands)
     checkpoint_cli.add_commands(commands)
     args = parser.parse_args(argv)
     return args.func(args)

@@ -71,6 +71,14 @@ PATCHES: Tuple[Patch, ...] = (
     Patch(_PACKED, "ctc_loss", f"{_H}.loss:packed_ctc_loss", "ctc_loss", _CTC),
     Patch(_PACKED, "softmax", f"{_H}.loss:softmax", "softmax", ("tensor", "axis", "use_mask")),
     Patch(_PACKED, "log_softmax", f"{_H}.loss:softmax", "log_softmax", ("tensor", "axis", "use_mask")),
+    # For the option rf_upcast_audit; without it, nothing is done there.
+    Patch(
+        "returnn.engine.base:EngineBase",
+        "init_train_from_config",
+        "returnn_upcast.audit.training:init_train_from_config",
+        None,
+        ("config",),
+    ),
     # RETURNN calls this once it has loaded the torch backend.
     Patch("returnn.frontend._backend", "_get_tensor_types_torch", f"{_H}:_on_torch_backend"),
 )
