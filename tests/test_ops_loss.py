@@ -382,7 +382,7 @@ def test_second_derivative_in_low_precision(op: str):
         results.append((grad.detach(), *torch.autograd.grad((grad.double() * _randn(4, 3, 5, seed=7)).sum(), x)))
     for value, exact in zip(*results):
         assert value.dtype == torch.bfloat16
-        assert relative_error(value, exact) <= 2 * tolerances.floor(exact, torch.bfloat16)
+        assert relative_error(value, exact) <= 4 * tolerances.floor(exact, torch.bfloat16)  # rounded on the way, too
 
 
 def test_second_derivative_of_a_dense_target():

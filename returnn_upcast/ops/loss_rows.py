@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, Callable, Tuple
 import functools
 import itertools
-import math
 import torch
 from .fuse import autocast_off, compiled
 
@@ -32,8 +31,8 @@ def row_kernel(func: Callable) -> Callable:
         if torch.compiler.is_compiling() or rows.numel() <= _BLOCK_NUMEL:
             return func(rows, *args)
         dim = 0 if rows.ndim == 2 or rows.shape[0] >= rows.shape[-1] else -1
-        count = math.ceil(rows.numel() / _BLOCK_NUMEL)
-        blocks = [t.chunk(count, dim) if isinstance(t, torch.Tensor) else itertools.repeat(t) for t in (rows, *args)]
+        size = max(1, _BLOCK_NUMEL * rows.shape[dim] // rows.numel())
+        blocks = [t.split(size, dim) if isinstance(t, torch.Tensor) else itertools.repeat(t) for t in (rows, *args)]
         parts = [func(*block) for block in zip(*blocks)]
         if isinstance(parts[0], tuple):
             return tuple(torch.cat(results, dim) for results in zip(*parts))
@@ -50,21 +49,24 @@ def row_kernel(func: Callable) -> Callable:
     return call
 
 
-def _sum(wide: torch.Tensor, careful: bool) -> torch.Tensor:
-    """
-    :param careful: labels may be many and one by one: 50,000 float32 additions in a row lose two digits, on the CPU.
-        A GPU adds in a tree, and so does the CPU, almost, where they are next to each other in memory.
-    """
-    dtype = torch.float64 if careful and wide.device.type == "cpu" else wide.dtype
-    return wide.sum(1, keepdim=True, dtype=dtype).to(wide.dtype)
+def _sum(wide: torch.Tensor, in_float64: bool) -> torch.Tensor:
+    return wide.sum(1, keepdim=True, dtype=torch.float64 if in_float64 else wide.dtype).to(wide.dtype)
 
 
-def _log_sum(wide: torch.Tensor, careful: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+def _needs_float64(rows: torch.Tensor) -> bool:
+    """
+    :return: whether a float32 sum over the labels may lose digits. Compiled for the CPU, it is one addition after the
+        other, if not for 16 labels at a time where they are next to each other in memory. A GPU adds in a tree.
+    """
+    return rows.device.type == "cpu" and (rows.stride(1) != 1 or rows.shape[1] > 65536)
+
+
+def _log_sum(wide: torch.Tensor, in_float64: bool) -> Tuple[torch.Tensor, torch.Tensor]:
     """:return: peak and log_sum, axis 1 kept; NaN where log_softmax is NaN"""
     peak = wide.amax(1, keepdim=True)
     # log1p of the sum without the peak's own 1: a confident row has a loss far below the spacing of floats at 1
     at_peak = (wide == peak).to(wide.dtype)
-    rest = _sum((wide - peak).exp() - at_peak, careful)
+    rest = _sum((wide - peak).exp() - at_peak, in_float64)
     return peak, (rest + (at_peak.sum(1, keepdim=True) - 1)).log1p()
 
 
@@ -76,14 +78,14 @@ def _log_probs(rows: torch.Tensor, peak: torch.Tensor, log_sum: torch.Tensor) ->
 @row_kernel
 def row_stats(rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     """:return: peak and log_sum per row, in the wide dtype"""
-    peak, log_sum = _log_sum(rows.to(wide_dtype(rows)), rows.stride(1) != 1)
+    peak, log_sum = _log_sum(rows.to(wide_dtype(rows)), _needs_float64(rows))
     return peak.squeeze(1), log_sum.squeeze(1)
 
 
 @row_kernel
 def mean_log_prob(rows, peak, log_sum) -> torch.Tensor:
     """:return: mean of the log-probs per row"""
-    return (_sum(_log_probs(rows, peak, log_sum), True) / rows.shape[1]).squeeze(1)
+    return (_sum(_log_probs(rows, peak, log_sum), _needs_float64(rows)) / rows.shape[1]).squeeze(1)
 
 
 @row_kernel
@@ -96,8 +98,9 @@ def softmax_times(rows, peak, log_sum, grad, dtype) -> torch.Tensor:
 def dense_forward(rows, target, peak, log_sum):
     """:return: -sum(target * log_probs), sum(target), per row"""
     target = target.to(peak.dtype)
-    loss = -_sum(target * _log_probs(rows, peak, log_sum), True)
-    return loss.squeeze(1), _sum(target, True).squeeze(1)
+    on_cpu = rows.device.type == "cpu"  # where it is needed more often: the terms differ in magnitude
+    loss = -_sum(target * _log_probs(rows, peak, log_sum), on_cpu)
+    return loss.squeeze(1), _sum(target, on_cpu).squeeze(1)
 
 
 @row_kernel
@@ -122,7 +125,7 @@ def _labels_last(rows: torch.Tensor) -> torch.Tensor:
 def log_softmax_forward(rows, dtype):
     """:return: log_softmax over the labels, which are last in memory"""
     wide = rows.to(dtype)
-    peak, log_sum = _log_sum(wide, rows.stride(1) != 1)
+    peak, log_sum = _log_sum(wide, _needs_float64(rows))
     return _labels_last((wide - peak) - log_sum)
 
 
