@@ -95,7 +95,7 @@ class _Linear(torch.autograd.Function):
         with autocast_off(x.device.type):
             out = matmul_wide(x.reshape(-1, x.shape[-1]), weight)
             out = out if bias is None else out.add_(bias)
-            return out.reshape(*x.shape[:-1], -1)
+            return out.reshape(*x.shape[:-1], weight.shape[1])
 
     @staticmethod
     def backward(ctx, grad):
@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled():
             return differentiate(_plain_linear, (x, weight, bias), grad)
         need_x, need_weight, need_bias = ctx.needs_input_grad
-        rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, weight.shape[1])
         with autocast_off(x.device.type):
             d_x = matmul_wide(grad, weight.T).to(x.dtype).reshape(x.shape) if need_x else None
             d_weight = matmul_wide(rows.T, grad).to(weight.dtype) if need_weight else None
@@ -122,7 +122,7 @@ def _plain(x, weight, bias, target, smoothing: float, exact: bool) -> torch.Tens
     with autocast_off(x.device.type):
         logits = rounded(x.to(wide) @ rounded(weight.to(wide)))
         logits = logits if bias is None else rounded(logits + bias.to(wide))
-        rows = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+        rows = logits.reshape(-1, weight.shape[1]), target.reshape(-1)
         return F.cross_entropy(*rows, reduction="none", label_smoothing=smoothing).reshape(target.shape)
 
 

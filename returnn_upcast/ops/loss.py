@@ -84,6 +84,7 @@ class _Dense(torch.autograd.Function):
             plain = _plain_dot if ctx.normalized else _plain_cross_entropy
             return (*differentiate(plain, (rows, target), grad), None)
         need_rows, need_target, _ = ctx.needs_input_grad
+        grad = grad.contiguous()  # from a sum, it comes expanded: one more layout to compile for
         d_rows = dense_backward(rows, target, peak, log_sum, total, grad) if need_rows else None
         d_target = dense_backward_target(rows, target, peak, log_sum, grad) if need_target else None
         return d_rows, d_target, None

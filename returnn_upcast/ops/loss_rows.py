@@ -85,7 +85,7 @@ def row_stats(rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
 @row_kernel
 def mean_log_prob(rows, peak, log_sum) -> torch.Tensor:
     """:return: mean of the log-probs per row"""
-    return (_sum(_log_probs(rows, peak, log_sum), _needs_float64(rows)) / rows.shape[1]).squeeze(1)
+    return (_sum(_log_probs(rows, peak, log_sum), rows.device.type == "cpu") / rows.shape[1]).squeeze(1)
 
 
 @row_kernel
