@@ -97,8 +97,8 @@ def _block_gradients(blocks: Blocks, chunk: Chunk, block: Block, grad_out: torch
         grad *= keep
     # Through the softmax. Flash kernels take this sum as that of output times its gradient, which is cheaper, but as
     # coarse as the rounded output: it hurts where one weight dominates.
-    product = torch.mul(weights, grad, out=blocks.scratch("product", *weights.shape))
-    grad.sub_(product.sum(-1, keepdim=True)).mul_(weights)
+    through = blocks.scratch("through", *weights.shape)
+    grad = torch.ops.aten._softmax_backward_data.out(grad, weights, -1, blocks.wide, grad_input=through)
     if keep is not None:
         weights *= keep
     if sums.energies is not None:

@@ -45,12 +45,10 @@ def normalize(
     with autocast_off(x.device.type):
         if stats is not None:
             mean, var = _wide(stats[0]), _wide(stats[1])
-            return _apply(x, scale, bias, mean, var, eps, out_dtype), mean, var
-        if not may_fuse(x, scale, bias, mask):
-            return _plain(x, scale, bias, mask, axes, eps, center, out_dtype)
-        if not needs_grad(x, scale, bias):
-            return _forward(x, scale, bias, mask, axes, eps, center, out_dtype)
-        return _Normalize.apply(x, scale, bias, mask, axes, eps, center, out_dtype)
+            return _apply(x, scale, bias, mean, torch.rsqrt(var + eps), out_dtype), mean, var
+        fuse, grad = may_fuse(x, scale, bias, mask), needs_grad(x, scale, bias)
+        run = _plain if not fuse else _Normalize.apply if grad else _forward
+        return run(x, scale, bias, mask, axes, eps, center, out_dtype)[:3]
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -83,11 +81,11 @@ def _count(x: torch.Tensor, mask: Optional[torch.Tensor], axes: Tuple[int, ...])
     return count.clamp(min=1.0)  # a row without any element would give 0/0
 
 
-def _apply(x, scale, bias, mean, var, eps: float, out_dtype: torch.dtype) -> torch.Tensor:
+def _apply(x, scale, bias, mean, rstd, out_dtype: torch.dtype) -> torch.Tensor:
     out = _wide(x)
     if mean is not None:
         out = out - mean
-    out = out * torch.rsqrt(var + eps)
+    out = out * rstd
     if scale is not None:
         out = out * scale
     if bias is not None:
@@ -99,16 +97,18 @@ def _plain(x, scale, bias, mask, axes: Tuple[int, ...], eps: float, center: bool
     # Widened once, so that the parts of its gradient are added in float32 and rounded once.
     x = _wide(x)
     mean, var = _stats(x, mask, axes, center)
-    out = _apply(x, scale, bias, mean, var, eps, out_dtype)
-    return out, mean.detach() if center else None, var.detach()
+    # A result, so that it is computed once per row: inside of a loop over features it would be once per vector.
+    rstd = torch.rsqrt(var + eps)
+    out = _apply(x, scale, bias, mean, rstd, out_dtype)
+    return out, mean.detach() if center else None, var.detach(), rstd.detach()
 
 
-def _plain_backward(grad, x, scale, mask, mean, var, axes: Tuple[int, ...], eps: float, dims: Tuple):
+def _plain_backward(grad, x, scale, mask, mean, rstd, axes: Tuple[int, ...], dims: Tuple):
     """
     :param dims: over which axes the gradients of scale and bias are summed, None where there is none
     :return: gradients of x, scale, bias, the last two in at least float32
     """
-    grad, rstd = _wide(grad), torch.rsqrt(var + eps)
+    grad = _wide(grad)
     norm = (_wide(x) - mean if mean is not None else _wide(x)) * rstd
     grad_scale = _sum(grad * norm, dims[0]) if dims[0] is not None else None
     grad_bias = _sum(grad, dims[1]) if dims[1] is not None else None
@@ -139,22 +139,22 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scale, bias, mask, axes, eps, center, out_dtype):
         # Parameters are small: widened here, one compiled kernel serves all their dtypes.
-        out, mean, var = _forward(x, *map(_wide_or_none, (scale, bias)), mask, axes, eps, center, out_dtype)
-        ctx.save_for_backward(x, scale, bias, mask, mean, var)
+        out, mean, var, rstd = _forward(x, *map(_wide_or_none, (scale, bias)), mask, axes, eps, center, out_dtype)
+        ctx.save_for_backward(x, scale, bias, mask, mean, rstd)
         ctx.args = (axes, eps, center, out_dtype)
         ctx.mark_non_differentiable(*(t for t in (mean, var) if t is not None))
         return out, mean, var
 
     @staticmethod
     def backward(ctx, grad, _grad_mean, _grad_var):
-        x, scale, bias, mask, mean, var = ctx.saved_tensors
+        x, scale, bias, mask, mean, rstd = ctx.saved_tensors
         axes, eps, center, out_dtype = ctx.args
         with autocast_off(x.device.type):
             if torch.is_grad_enabled():
                 plain = lambda *args: _plain(*args, mask, axes, eps, center, out_dtype)[0]
                 return *differentiate(plain, (x, scale, bias), grad), *(None,) * 5
             dims = tuple(_summed(x, p) if need else None for p, need in zip((scale, bias), ctx.needs_input_grad[1:3]))
-            grad_x, *grads = _backward(grad, x, _wide_or_none(scale), mask, mean, var, axes, eps, dims)
+            grad_x, *grads = _backward(grad, x, _wide_or_none(scale), mask, mean, rstd, axes, dims)
         grads = [None if g is None else g.to(p.dtype) for g, p in zip(grads, (scale, bias))]
         return grad_x, *grads, *(None,) * 5
 
