@@ -79,6 +79,7 @@ PATCHES: Tuple[Patch, ...] = (
         None,
         ("config",),
     ),
+    Patch("returnn.engine.base:EngineBase", "init_train_from_config", f"{_H}.distributed:init_train_from_config"),
     # RETURNN calls this once it has loaded the torch backend.
     Patch("returnn.frontend._backend", "_get_tensor_types_torch", f"{_H}:_on_torch_backend"),
 )
