@@ -110,6 +110,17 @@ def test_masked_rows_are_zero():
     assert all(torch.isfinite(x.grad).all() and (x.grad[1] == 0).all() for x in (q, k, v))
 
 
+@pytest.mark.parametrize("bias", (False, True))  # with a bias that needs a gradient, the plain path
+def test_nan_in_the_future_does_not_reach_the_past(bias):
+    q, k, v = (_randn(2, 300, 8, seed=i).to(torch.bfloat16) for i in range(3))
+    bias = {"bias": torch.zeros(300, 300, requires_grad=True)} if bias else {}
+    expected = attention(q, k, v, is_causal=True, **bias)
+    k[:, 250] = math.nan
+    out = attention(q, k, v, is_causal=True, **bias)
+    assert torch.equal(out[:, :250], expected[:, :250])
+    assert out[:, 250:].isnan().all()
+
+
 def test_dropout_is_the_same_in_backward():
     """v = identity shows the mask, with which the reference then computes"""
     low, n = torch.bfloat16, 24

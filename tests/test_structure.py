@@ -68,6 +68,11 @@ def test_size(path):
             assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
 
 
+def test_dtypes_are_asked_for_by_our_own_function():
+    """rf.is_float_dtype("bfloat16") is False on RETURNN 1.20260722"""
+    assert not [path.name for path in FILES if "is_float_dtype" in path.read_text()]
+
+
 def test_importing_has_no_side_effect():
     script = (
         "import returnn.frontend as rf\n"

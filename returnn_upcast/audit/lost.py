@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 import inspect
 import torch
-import returnn.frontend as rf
 from returnn.tensor import Tensor
 from . import causes, sources
+from .. import dtypes
 
 # what was lost, file:line, helper
 Loss = Tuple[str, str, str]
@@ -17,7 +17,7 @@ _STATISTICS = ("MeanBackward", "VarBackward", "StdBackward", "RsqrtBackward", "S
 
 
 def _is_low(x: Any) -> bool:
-    return isinstance(x, Tensor) and rf.is_float_dtype(x.dtype) and x.dtype not in ("float32", "float64")
+    return isinstance(x, Tensor) and dtypes.is_low(x.dtype)
 
 
 def _raw(x: Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import Any, Iterator, List, Optional, Tuple
 import dataclasses
 import math
 import torch
-import returnn.frontend as rf
 from returnn.tensor import Tensor
+from .. import dtypes
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -24,7 +24,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def is_float(x: Any) -> bool:
     """:return: whether it is a tensor of a float dtype, with data"""
-    return isinstance(x, Tensor) and x.raw_tensor is not None and rf.is_float_dtype(x.dtype)
+    return isinstance(x, Tensor) and x.raw_tensor is not None and dtypes.is_float(x.dtype)
 
 
 def is_packed(x: Tensor) -> bool:

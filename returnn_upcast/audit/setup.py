@@ -10,6 +10,7 @@ import torch
 import returnn.frontend as rf
 from returnn.frontend import run_ctx
 from returnn.tensor import Tensor, TensorDict
+from .. import dtypes
 from ..policy import UpcastPolicy, scope
 
 Model = Union[rf.Module, torch.nn.Module]
@@ -217,9 +218,8 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
     if isinstance(data, TensorDict):
         return TensorDict({key: _cast(x, dtype) for key, x in data.data.items()})
     if isinstance(data, Tensor):
-        return (
-            rf.cast(data, dtype_name(dtype)) if data.raw_tensor is not None and rf.is_float_dtype(data.dtype) else data
-        )
+        cast = data.raw_tensor is not None and dtypes.is_float(data.dtype)
+        return rf.cast(data, dtype_name(dtype)) if cast else data
     if isinstance(data, torch.Tensor):
         return data.to(dtype) if data.is_floating_point() else data
     if isinstance(data, dict):
