@@ -56,23 +56,27 @@ def dataset(data: Sequence[Dict[str, numpy.ndarray]]) -> Any:
 
 
 class Model(rf.Module):
-    """norms of every kind, rotary self-attention, logits"""
+    """
+    Norms of every kind, rotary self-attention, logits.
 
-    def __init__(self, **_kwargs):
+    :param dim: of all between input and logits
+    """
+
+    def __init__(self, *, dim: Dim = model_dim, **_kwargs):
         super().__init__()
-        self.inner = rf.Linear(in_dim, model_dim)
-        self.first = rf.LayerNorm(model_dim)
+        self.inner = rf.Linear(in_dim, dim)
+        self.first = rf.LayerNorm(dim)
         self.att = rf.RotaryPosSelfAttention(
-            model_dim,
-            model_dim,
-            key_dim_total=model_dim,
-            value_dim_total=model_dim,
+            dim,
+            dim,
+            key_dim_total=dim,
+            value_dim_total=dim,
             num_heads=HEADS,
             att_dropout=0.0,  # its random numbers would differ
         )
-        self.second = rf.RMSNorm(model_dim)
-        self.third = rf.BatchNorm(model_dim, use_mask=True)
-        self.logits = rf.Linear(model_dim, vocab_dim)
+        self.second = rf.RMSNorm(dim)
+        self.third = rf.BatchNorm(dim, use_mask=True)
+        self.logits = rf.Linear(dim, vocab_dim)
 
     def __call__(self, x: rf.Tensor) -> rf.Tensor:
         x = self.first(self.inner(x))
