@@ -99,7 +99,11 @@ def _ctc(op: str, original: Callable, logits: Tensor, normalized: bool, kwargs: 
     if normalized:
         _warn_low(op, logits)
     with autocast_off(device_type(logits)):
-        log_probs = rf.cast(logits, "float32") if normalized else _log_probs(logits, kwargs["input_spatial_dim"])
+        if normalized:
+            wide = rf.cast(logits, "float32")
+            log_probs = wrap(wide, ops.no_gradient_at_zero(wide.raw_tensor), "log_probs")
+        else:
+            log_probs = _log_probs(logits, kwargs["input_spatial_dim"])
         return original(logits=log_probs, logits_normalized=True, **kwargs)
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from .fuse import autocast_off, differentiate, may_fuse
 from .loss_rows import (
     dense_backward,
+    dense_backward_log_probs,
     dense_backward_target,
     dense_forward,
     label_log_prob,
@@ -85,7 +86,11 @@ class _Dense(torch.autograd.Function):
             return (*differentiate(plain, (rows, target), grad), None)
         need_rows, need_target, _ = ctx.needs_input_grad
         grad = grad.contiguous()  # from a sum, it comes expanded: one more layout to compile for
-        d_rows = dense_backward(rows, target, peak, log_sum, total, grad) if need_rows else None
+        d_rows = None
+        if need_rows and ctx.normalized:
+            d_rows = dense_backward_log_probs(target, grad, rows.dtype)
+        elif need_rows:
+            d_rows = dense_backward(rows, target, peak, log_sum, total, grad)
         d_target = dense_backward_target(rows, target, peak, log_sum, grad) if need_target else None
         return d_rows, d_target, None
 
@@ -94,8 +99,8 @@ class _LogSoftmax(torch.autograd.Function):
     """Over the last of 2 or 3 axes, contiguous. Keeps its result only, which the CTC kernel keeps as well."""
 
     @staticmethod
-    def forward(ctx, x):
-        ctx.dtype, ctx.swapped = x.dtype, x.stride(0) < x.stride(-2)
+    def forward(ctx, x, ctc):
+        ctx.dtype, ctx.swapped, ctx.ctc = x.dtype, x.stride(0) < x.stride(-2), ctc
         # contiguous unless the kernel ran in blocks
         log_probs = log_softmax_forward(x.transpose(1, -1), wide_dtype(x)).transpose(1, -1).contiguous()
         ctx.save_for_backward(log_probs)
@@ -105,11 +110,13 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx, grad):
         (log_probs,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return (grad - log_probs.exp() * grad.sum(-1, keepdim=True)).to(ctx.dtype)
+            grad = torch.where(log_probs == -math.inf, 0.0, grad) if ctx.ctc else grad
+            return (grad - log_probs.exp() * grad.sum(-1, keepdim=True)).to(ctx.dtype), None
         if ctx.swapped:  # so that the gradient has the memory layout of x
             log_probs, grad = log_probs.transpose(0, 1), grad.transpose(0, 1)
-        result = log_softmax_backward(log_probs.transpose(1, -1), grad.transpose(1, -1), ctx.dtype).transpose(1, -1)
-        return result.transpose(0, 1) if ctx.swapped else result
+        rows = log_probs.transpose(1, -1), grad.transpose(1, -1)
+        result = log_softmax_backward(*rows, ctx.ctc, ctx.dtype).transpose(1, -1)
+        return result.transpose(0, 1) if ctx.swapped else result, None
 
 
 def _on_rows(func: Callable, x: torch.Tensor, target: torch.Tensor, axis: int, *args: Any) -> torch.Tensor:
@@ -197,7 +204,7 @@ def log_softmax(x: torch.Tensor, *, axis: int) -> torch.Tensor:
     """
     if may_fuse(x) and wide_dtype(x) != x.dtype and x.numel() > 0:
         rows = x.movedim(axis, -1)  # copied if they are not so in memory, but that is not kept
-        return _LogSoftmax.apply(rows.reshape(-1, x.shape[axis])).reshape(rows.shape).movedim(-1, axis)
+        return _LogSoftmax.apply(rows.reshape(-1, x.shape[axis]), False).reshape(rows.shape).movedim(-1, axis)
     with autocast_off(x.device.type):
         return x.to(wide_dtype(x)).log_softmax(axis)
 
@@ -211,5 +218,13 @@ def ctc_log_probs(logits: torch.Tensor) -> torch.Tensor:
     if logits.ndim != 3:
         raise ValueError(f"ctc_log_probs: logits must be [T, B, C], got shape {tuple(logits.shape)}")
     if may_fuse(logits) and wide_dtype(logits) != logits.dtype:
-        return _LogSoftmax.apply(logits)
-    return log_softmax(logits, axis=-1).contiguous()
+        return _LogSoftmax.apply(logits, True)
+    return no_gradient_at_zero(log_softmax(logits, axis=-1).contiguous())
+
+
+def no_gradient_at_zero(log_probs: torch.Tensor) -> torch.Tensor:
+    """
+    :param log_probs: for ``F.ctc_loss``, which has NaN as gradient of -inf, where it is 0: no path goes there
+    :return: the same, what is -inf gets no gradient
+    """
+    return torch.where(log_probs == -math.inf, log_probs.detach(), log_probs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Callable, Tuple
 import functools
 import itertools
+import math
 import torch
 from .fuse import autocast_off, compiled
 
@@ -111,6 +112,14 @@ def dense_backward(rows, target, peak, log_sum, total, grad):
 
 
 @row_kernel
+def dense_backward_log_probs(target, grad, dtype):
+    """
+    :return: gradient of log-probs in dtype. It does not depend on them: no 0 * exp(log_probs), which is NaN for inf
+    """
+    return (target.to(grad.dtype) * -grad.unsqueeze(1)).to(dtype)
+
+
+@row_kernel
 def dense_backward_target(rows, target, peak, log_sum, grad):
     """:return: gradient of the dense target, in its dtype"""
     return (_log_probs(rows, peak, log_sum) * -grad.unsqueeze(1)).to(target.dtype)
@@ -130,8 +139,9 @@ def log_softmax_forward(rows, dtype):
 
 
 @row_kernel
-def log_softmax_backward(log_probs, grad, dtype):
-    """:return: gradient of the logits in dtype, labels last in memory"""
+def log_softmax_backward(log_probs, grad, ctc, dtype):
+    """:return: gradient of the logits in dtype, labels last in memory; for ctc, see :func:`.loss.no_gradient_at_zero`"""
+    grad = torch.where(log_probs == -math.inf, 0.0, grad) if ctc else grad
     return _labels_last((grad - log_probs.exp() * grad.sum(1, keepdim=True)).to(dtype))
 
 
