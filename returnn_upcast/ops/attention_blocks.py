@@ -191,6 +191,22 @@ class Blocks:
                 weights.masked_fill_(dead, 0.0)  # softmax over nothing is NaN
         return weights
 
+    def mask_gradient(self, chunk: Chunk, block: Block, grad: torch.Tensor):
+        """
+        In a row with NaN, softmax and its derivative are NaN for the masked keys as well, whose energies are no input.
+
+        :param grad: of the energies, [N, rows, keys], set to 0 where they are masked
+        """
+        if not (self.options.causal or chunk.mask is not None):
+            return
+        if self.device == "cpu" and not grad[..., :1].isnan().any():  # all of such a row is NaN
+            return
+        if chunk.mask is not None:
+            grad.masked_fill_(~block_part(chunk.mask, block), 0.0)
+        if self.options.causal:
+            past = torch.ones(grad.shape[1:], dtype=torch.bool, device=grad.device).tril_(block.rows.start)
+            grad.masked_fill_(~past, 0.0)
+
     def _causal(self, energies: torch.Tensor, mask: Optional[torch.Tensor], block: Block) -> Optional[torch.Tensor]:
         """:return: mask that is yet to be applied"""
         if mask is not None:
