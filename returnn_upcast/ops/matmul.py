@@ -54,8 +54,14 @@ def split_matmul(a: torch.Tensor, b: torch.Tensor, mm: Callable) -> torch.Tensor
         return split_matmul(b.T, a.T, lambda b_, a_: mm(a_.T, b_.T).T).T
     if a.dtype != torch.float32:
         return split_matmul(a.float(), b, mm)  # bf16 times f16
-    # f16 has too few exponents for what gradients span
-    scale = a.abs().amax().clamp_min(1e-30) / 2**15 if b.dtype == torch.float16 and a.numel() else 1.0
-    a = a / scale
+    scale = None
+    if b.dtype == torch.float16 and a.numel():
+        # f16 has too few exponents for what gradients span. By rows, so that inf in one does not reach the others
+        scale = a.abs().amax(1, keepdim=True).clamp_min(1e-30) / 2**15
+        scale = torch.where(scale.isfinite(), scale, 1.0)
+        a = a / scale
     high = a.to(b.dtype)
-    return (mm(high, b) + mm((a - high).to(b.dtype), b)) * scale
+    out = mm(high, b)
+    # where this is inf or NaN, it is the result: the rest would be inf - inf, or 0 * inf
+    out = torch.where(out.isfinite(), out + mm((a - high).to(b.dtype), b), out)
+    return out if scale is None else out * scale
