@@ -196,8 +196,7 @@ def linear(module: rf.Linear, x: Tensor) -> Tensor:
     if isinstance(x, Tensor) and is_packed(x):
         return x.raw_tensor.rewrap(linear(module, x.raw_tensor.inner), name="linear")
     rest, raw, weight, bias = _linear_operands("linear", module, x)
-    with region():
-        out_raw = linear_loss.linear_f32(raw, weight, bias)
+    out_raw = linear_loss.linear_f32(raw, weight, bias)
     out = Tensor("linear", dims=[*rest, module.out_dim], dtype=str(out_raw.dtype).split(".")[1])
     out.raw_tensor = out_raw
     out.feature_dim = module.out_dim
@@ -229,10 +228,9 @@ def linear_cross_entropy(
     if set(rest) != target.dims_set:
         raise ValueError(f"rf.upcast.{name}: target {target} must have the dims of {x} without {linear.in_dim}")
     raw_target = target.copy_compatible_to_dims_raw(rest).long()
-    with region():
-        out_raw = linear_loss.linear_cross_entropy(
-            raw, weight, bias, raw_target, label_smoothing=label_smoothing, float32_logits=float32_logits
-        )
+    out_raw = linear_loss.linear_cross_entropy(
+        raw, weight, bias, raw_target, label_smoothing=label_smoothing, float32_logits=float32_logits
+    )
     out = Tensor(name, dims=rest, dtype=str(out_raw.dtype).split(".")[1])
     out.raw_tensor = out_raw
     return out

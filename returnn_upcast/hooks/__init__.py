@@ -97,6 +97,14 @@ TORCH_PATCHES: Tuple[Patch, ...] = (
     Patch(_TORCH, "ctc_best_path", f"{_H}.loss:ctc_best_path", "ctc_loss", _CTC),
     Patch(_TORCH, "softmax", f"{_H}.loss:softmax", "softmax", ("tensor", "axis", "use_mask")),
     Patch(_TORCH, "log_softmax", f"{_H}.loss:softmax", "log_softmax", ("tensor", "axis", "use_mask")),
+    # Its module imports torch.
+    Patch(
+        "returnn.torch.util.gradient_checkpoint",
+        "_get_dev_amp_state",
+        f"{_H}.gradient_checkpoint:autocast_state",
+        None,
+        ("dev",),
+    ),
 )
 
 _stock_latest_version: Any = None

@@ -4,8 +4,9 @@ Attention with energies, softmax and weighted sum in float32: dot products, and 
 Which case takes which path (each says so once in the debug log):
 
 =======================================================================  ===============================================
-outer trace, ``torch.func``, forward-mode AD, a bias that needs grad     plain: differentiable float32 ops
-CUDA without relative positions, bias or shared dropout                  sdpa: ``F.scaled_dot_product_attention``
+outer trace, ``torch.func``, forward-mode AD, a bias that needs grad,     plain: differentiable float32 ops
+a dispatch mode (RETURNN's gradient checkpointing)
+CUDA without relative positions, bias or shared dropout, not in a trace  sdpa: ``F.scaled_dot_product_attention``
 all else, so all of the CPU                                              blocks: :mod:`.attention_fused`
 =======================================================================  ===============================================
 
@@ -18,11 +19,12 @@ The blocks were also faster (measured: 45 ms against 55 ms, causal, forward and 
 from __future__ import annotations
 from typing import Optional, Set, Tuple
 import logging
+import math
 import torch
 import torch.nn.functional as F
 from .attention_fused import BlockAttention
 from .attention_plain import Inputs, Options, plain_attention
-from .fuse import autocast_off, may_fuse, needs_grad
+from .fuse import autocast_off, is_traced, may_fuse, needs_grad
 
 log = logging.getLogger("returnn.frontend.upcast")
 
@@ -94,17 +96,22 @@ def _attention(inputs: Inputs, causal: bool, scale: Optional[float], dropout: fl
     ndim = max(lead, 1) + 2  # the blocks want at least one leading axis
     inputs = Inputs(*(x if x is None else x[(None,) * (ndim - x.ndim)] for x in inputs))
     options = Options(causal, inputs.q.shape[-1] ** -0.5 if scale is None else scale, 1.0)
-    with autocast_off(inputs.q.device.type):
-        fuse = may_fuse(*inputs) and not needs_grad(inputs.bias)
-        if fuse and inputs.q.is_cuda and inputs.pos is None and inputs.bias is None and not (dropout and broadcast):
-            out = _sdpa(inputs, options, dropout)
-        else:
-            if dropout:
-                keep, keep_scale = dropout_mask(inputs, dropout, broadcast)
-                inputs, options = inputs._replace(keep=keep), options._replace(keep_scale=keep_scale)
-            _log_path("blocks" if fuse else "plain")
-            out = BlockAttention.apply(options, *inputs) if fuse else plain_attention(inputs, options)
+    # flash attention is made of torch's ops, which a dispatch mode sees; what is replayed must drop the same weights
+    fuse, sdpa = may_fuse(*inputs) and not needs_grad(inputs.bias), not is_traced(*inputs) and inputs.q.is_cuda
+    if sdpa and inputs.pos is None and inputs.bias is None and not (dropout and broadcast):
+        out = _sdpa(inputs, options, dropout)
+    else:
+        if dropout:
+            keep, keep_scale = dropout_mask(inputs, dropout, broadcast)
+            inputs, options = inputs._replace(keep=keep), options._replace(keep_scale=keep_scale)
+        _log_path("blocks" if fuse else "plain")
+        out = _blocks(inputs, options) if fuse else plain_attention(inputs, options)
     return out if lead > 0 else out.squeeze(0)
+
+
+def _blocks(inputs: Inputs, options: Options) -> torch.Tensor:
+    with autocast_off(inputs.q.device.type):
+        return BlockAttention.apply(options, *inputs)
 
 
 def _log_path(path: str):
@@ -126,9 +133,10 @@ def _sdpa(inputs: Inputs, options: Options, dropout: float) -> torch.Tensor:
         mask = mask | dead
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in inputs if x is not None))
     q, k, v = (x.expand(*lead, -1, -1) for x in inputs[:3])
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=options.scale
-    )
+    with autocast_off(q.device.type):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=options.scale
+        )
     return out if dead is None else out.masked_fill(dead, 0.0)
 
 
@@ -145,14 +153,20 @@ def dropout_mask(inputs: Inputs, dropout: float, broadcast: bool) -> Tuple[torch
         shape = (1,) * (len(shape) - 1) + shape[-1:]
     drop = round(dropout * 2**16)
     keep_scale = 1 / (1 - drop / 2**16) if drop < 2**16 else 0.0
-    if not may_fuse(q, k):
-        return torch.rand(shape, device=q.device) >= drop / 2**16, keep_scale
     # 16 random bits per weight, four at once: bernoulli_ takes six times as long on the CPU
-    keep = torch.empty(shape, dtype=torch.bool, device=q.device)
-    flat = keep.view(-1)
-    bits = torch.empty(min(_RANDOM_CHUNK, len(flat)) // 4 + 1, dtype=torch.int64, device=q.device)
-    for start in range(0, len(flat), _RANDOM_CHUNK):
-        part = flat[start : start + _RANDOM_CHUNK]
-        bits.random_(-(2**63), None)
-        torch.ge(bits.view(torch.int16)[: len(part)], drop - 2**15, out=part)
-    return keep, keep_scale
+    numel = math.prod(shape)
+    if not may_fuse(q, k):
+        # the same numbers as below: a checkpoint or a trace must not change them
+        return (_random_bits(numel, q.device) >= drop - 2**15).view(shape), keep_scale
+    keep = torch.empty(numel, dtype=torch.bool, device=q.device)
+    for start in range(0, numel, _RANDOM_CHUNK):
+        part = keep[start : start + _RANDOM_CHUNK]
+        torch.ge(_random_bits(len(part), q.device), drop - 2**15, out=part)
+    return keep.view(shape), keep_scale
+
+
+def _random_bits(numel: int, device: torch.device) -> torch.Tensor:
+    """:return: int16 [numel], all values equally likely"""
+    # randint, as traces and vmap know it and torch.fx can't write random_; it leaves out 1 of 2 ** 64 values
+    bits = torch.randint(-(2**63), 2**63 - 1, ((numel + 3) // 4,), device=device)
+    return bits.view(torch.int16)[:numel]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple, Optional
 import math
 import torch
+from .matmul import product
 
 
 class Inputs(NamedTuple):
@@ -31,12 +32,13 @@ class Options(NamedTuple):
 
 
 def plain_attention(inputs: Inputs, options: Options) -> torch.Tensor:
-    """:return: [..., Tq, V] in the dtype of q; all in at least float32, rounded once. Autocast must be off."""
+    """:return: [..., Tq, V] in the dtype of q; all in at least float32, rounded once, whatever autocast says"""
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v, pos, u, w, bias = (x if x is None else x.to(wide) for x in inputs[:7])
-    energies = (q if u is None else q + u) @ k.mT
+    # transpose, as the ONNX exporter based on torch.jit does not know .mT
+    energies = product(q if u is None else q + u, k.transpose(-2, -1))
     if pos is not None:
-        energies = energies + _shift((q if w is None else q + w) @ pos.mT, k.shape[-2])
+        energies = energies + _shift(product(q if w is None else q + w, pos.transpose(-2, -1)), k.shape[-2])
     energies = energies * options.scale
     if bias is not None:
         energies = energies + bias
@@ -50,7 +52,7 @@ def plain_attention(inputs: Inputs, options: Options) -> torch.Tensor:
         weights = weights.masked_fill(~inputs.mask, 0.0)  # softmax over nothing is NaN
     if inputs.keep is not None:
         weights = weights * inputs.keep * options.keep_scale
-    return (weights @ v).to(inputs.q.dtype)
+    return product(weights, v).to(inputs.q.dtype)
 
 
 def _shift(x: torch.Tensor, keys: int) -> torch.Tensor:

@@ -45,20 +45,26 @@ def may_fuse(*tensors: Optional[torch.Tensor]) -> bool:
     """
     :param tensors: all inputs of the op
     :return: False where an ``autograd.Function`` with opaque kernels would be wrong or would hide the op:
-        under an outer trace (torch.compile, export, jit, fake tensors, CUDA graph capture), under a dispatch mode,
-        in ``torch.func`` transforms and in forward-mode AD. The plain code must run there.
+        in all that :func:`is_traced` names, and under a dispatch mode. The plain code must run there.
+    """
+    return not is_traced(*tensors) and torch._C._len_torch_dispatch_stack() == 0
+
+
+def is_traced(*tensors: Optional[torch.Tensor]) -> bool:
+    """
+    :param tensors: all inputs of the op
+    :return: whether we are under an outer trace (torch.compile, export, jit, fake tensors, CUDA graph capture),
+        in ``torch.func`` transforms or in forward-mode AD
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.jit.is_scripting():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    if torch.autograd.forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0:
-        return False
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
+        return True
     if any(check() for check in trace_checks):
-        return False
+        return True
     if not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors if t is not None):
-        return False
-    return not (any(t is not None and t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing())
+        return True
+    return any(t is not None and t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
 
 
 def needs_grad(*tensors: Optional[torch.Tensor]) -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from .fuse import autocast_off, differentiate, may_fuse
 from .loss import IGNORE_INDEX, check_labels
 from .loss_rows import label_log_prob, mean_log_prob, row_stats, softmax_times, wide_dtype
-from .matmul import matmul_wide
+from .matmul import matmul_wide, product
 
 # Logits of a block: large enough for efficient products, small enough for the caches of a CPU. In backward, a block
 # has float32 gradients beside its logits.
@@ -83,9 +83,8 @@ def _check(name: str, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torc
 
 def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
     wide = wide_dtype(x, weight)
-    with autocast_off(x.device.type):
-        out = x.to(wide) @ weight.to(wide)
-        return out if bias is None else out + bias.to(wide)
+    out = product(x.to(wide).reshape(-1, x.shape[-1]), weight.to(wide)).reshape(*x.shape[:-1], weight.shape[1])
+    return out if bias is None else out + bias.to(wide)
 
 
 class _Linear(torch.autograd.Function):
@@ -119,10 +118,10 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _plain(x, weight, bias, target, smoothing: float, exact: bool) -> torch.Tensor:
     wide = wide_dtype(x, weight) if exact else wide_dtype(x)
     rounded = (lambda value: value) if exact else functools.partial(_rounded, dtype=x.dtype)
+    logits = rounded(product(x.to(wide).reshape(-1, x.shape[-1]), rounded(weight.to(wide))))
+    logits = logits if bias is None else rounded(logits + bias.to(wide))
     with autocast_off(x.device.type):
-        logits = rounded(x.to(wide) @ rounded(weight.to(wide)))
-        logits = logits if bias is None else rounded(logits + bias.to(wide))
-        rows = logits.reshape(-1, weight.shape[1]), target.reshape(-1)
+        rows = logits, target.reshape(-1)
         return F.cross_entropy(*rows, reduction="none", label_smoothing=smoothing).reshape(target.shape)
 
 

@@ -1,11 +1,13 @@
 """
-Matrix products that are accumulated and returned in float32, from operands of any dtype, which are not rounded.
+Matrix products that are accumulated and returned in float32, from operands of any dtype, which are not rounded:
+:func:`matmul_wide` for kernels, :class:`Product` for plain differentiable code.
 """
 
 from __future__ import annotations
 from typing import Callable
 import platform
 import torch
+from .fuse import autocast_off
 from .loss_rows import wide_dtype
 
 # torch hands float32 products to MKL, which is half as fast as oneDNN on AMD (and not faster on Intel). This op of
@@ -32,6 +34,41 @@ def matmul_wide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if on_cpu and _ONEDNN and products >= _MIN_ONEDNN_PRODUCTS and torch.backends.mkldnn.enabled:
         return torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b.T), None, "none", [], "")
     return a @ b
+
+
+class Product(torch.autograd.Function):
+    """
+    ``apply(a, b)`` -> a @ b, for [..., M, K] and [..., K, N] of the same dtype, without autocast, in backward neither.
+    That may run under autocast although the forward did not: torch.compile traces it like the caller of the forward.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a, b):
+        with torch.autocast(a.device.type, enabled=False):  # not autocast_off, which a trace of backward would skip
+            return a @ b
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        grad_a = Product.apply(grad, b.transpose(-2, -1)).sum_to_size(a.shape) if ctx.needs_input_grad[0] else None
+        grad_b = Product.apply(a.transpose(-2, -1), grad).sum_to_size(b.shape) if ctx.needs_input_grad[1] else None
+        return grad_a, grad_b
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """:return: a @ b, by :class:`Product` if it is to be differentiated and autocast is on. To be called under that."""
+    device = a.device.type
+    amp = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if amp and torch.is_grad_enabled() and torch.autograd.forward_ad._current_level < 0:  # forward AD has no backward
+        return Product.apply(a, b)
+    with autocast_off(device):
+        return a @ b
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

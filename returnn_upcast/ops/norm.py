@@ -76,7 +76,8 @@ def _count(x: torch.Tensor, mask: Optional[torch.Tensor], axes: Tuple[int, ...])
         return None
     count = mask.to(x.dtype).sum(axes, keepdim=True)
     for axis in axes:
-        if mask.shape[axis] == 1:
+        size = mask.shape[axis]
+        if isinstance(size, int) and size == 1:  # in a trace, a symbolic size may stand for the longest sequence
             count = count * x.shape[axis]
     return count.clamp(min=1.0)  # a row without any element would give 0/0
 
