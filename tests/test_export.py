@@ -1,0 +1,72 @@
+"""
+torch.export, and ONNX as run by onnxruntime, of low-precision RF code with the upcast on: the numbers of eager mode.
+"""
+
+from __future__ import annotations
+from typing import Tuple
+import pytest
+import torch
+import returnn.frontend as rf
+from common import MODES, inside, setting
+from test_tracing import OPTIONS
+from tolerances import relative_error
+from tracing_cases import CASES, SIZES, Op, assert_same
+
+# relative_positional_encoding, sinusoidal encodings and rf.cross_entropy have no export in stock either
+EXPORTED = ["LayerNorm", "RMSNorm", "GroupNorm", "SelfAttention"]
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, op: Op):
+        super().__init__()
+        self.op = op
+        self.params = [p.detach() for p in op.inputs()[2:]]
+
+    def forward(self, x: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        return self.op(x, lens, *self.params)
+
+
+def _prepare(case: str, mode: str) -> Tuple[Op, _Module, Tuple[torch.Tensor, torch.Tensor]]:
+    rf.init_forward_step_run_ctx(epoch=1, step=0)
+    op = Op(CASES[case], SIZES["small"], mode)
+    for param in op.params:
+        param.raw_tensor.requires_grad_(False)
+    return op, _Module(op), (op.x, op.lens)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "f16"])
+@pytest.mark.parametrize("case", EXPORTED)
+def test_exported_program_is_eager(case, mode):
+    with setting("on", MODES[mode], options=OPTIONS), torch.no_grad():
+        op, module, inputs = _prepare(case, mode)
+        program = torch.export.export(module, inputs, strict=False)
+        assert_same([program.module()(*inputs)], [module(*inputs)], op.lens.tolist())
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize("case", EXPORTED)
+def test_onnxruntime_gives_the_numbers_of_eager_mode(case, dynamo, tmp_path):
+    """
+    In f16, as onnxruntime has no bf16 on the CPU. Its own linear layers round elsewhere than torch's,
+    so a module with those is compared by the distance to float64.
+    """
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    path = str(tmp_path / "model.onnx")
+    names = dict(input_names=["x", "lens"], output_names=["out"])
+    with setting("stock", None, dtype=torch.float64), torch.no_grad():
+        op, module, inputs = _prepare(case, "f16")
+        module.params = [x.double() for x in module.params]
+        reference = module(op.x.double(), op.lens)
+    with setting("on", MODES["f16"], options=OPTIONS), torch.no_grad():
+        op, module, inputs = _prepare(case, "f16")
+        expected = module(*inputs)
+        torch.onnx.export(module, inputs, path, dynamo=dynamo, **names)
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    feed = dict(zip(["x", "lens"], (x.numpy() for x in inputs)))
+    (out,) = session.run(None, {x.name: feed[x.name] for x in session.get_inputs()})
+    valid = inside(op.lens.tolist())
+    assert out.dtype == "float16"
+    found, eager, reference = (x[valid].double() for x in (torch.from_numpy(out), expected, reference))
+    near = 1.1 * relative_error(eager, reference)
+    assert relative_error(found, eager) < 2**-12 or relative_error(found, reference) < near
