@@ -3,35 +3,36 @@ torch.export, and ONNX as run by onnxruntime, of low-precision RF code with the 
 """
 
 from __future__ import annotations
-from typing import Tuple
+from typing import Optional, Sequence, Tuple
 import pytest
 import torch
 import returnn.frontend as rf
 from common import MODES, inside, setting
-from test_tracing import OPTIONS
 from tolerances import relative_error
-from tracing_cases import CASES, SIZES, Op, assert_same
+from tracing_cases import CASES, OPTIONS, SIZES, Op, assert_same
 
 # relative_positional_encoding, sinusoidal encodings and rf.cross_entropy have no export in stock either
 EXPORTED = ["LayerNorm", "RMSNorm", "GroupNorm", "SelfAttention"]
 
 
 class _Module(torch.nn.Module):
-    def __init__(self, op: Op):
+    def __init__(self, op: Op, params: Sequence[torch.Tensor]):
         super().__init__()
-        self.op = op
-        self.params = [p.detach() for p in op.inputs()[2:]]
+        self.op, self.params = op, params
 
     def forward(self, x: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
         return self.op(x, lens, *self.params)
 
 
-def _prepare(case: str, mode: str) -> Tuple[Op, _Module, Tuple[torch.Tensor, torch.Tensor]]:
+def _prepare(
+    case: str, mode: str, dtype: Optional[torch.dtype] = None
+) -> Tuple[Op, _Module, Tuple[torch.Tensor, torch.Tensor]]:
     rf.init_forward_step_run_ctx(epoch=1, step=0)
     op = Op(CASES[case], SIZES["small"], mode)
     for param in op.params:
         param.raw_tensor.requires_grad_(False)
-    return op, _Module(op), (op.x, op.lens)
+    x, lens, *params = (leaf.detach() for leaf in op.inputs(dtype))
+    return op, _Module(op, params), (x, lens)
 
 
 @pytest.mark.parametrize("mode", ["bf16", "f16"])
@@ -55,9 +56,8 @@ def test_onnxruntime_gives_the_numbers_of_eager_mode(case, dynamo, tmp_path):
     path = str(tmp_path / "model.onnx")
     names = dict(input_names=["x", "lens"], output_names=["out"])
     with setting("stock", None, dtype=torch.float64), torch.no_grad():
-        op, module, inputs = _prepare(case, "f16")
-        module.params = [x.double() for x in module.params]
-        reference = module(op.x.double(), op.lens)
+        _, module, inputs = _prepare(case, "f16", torch.float64)
+        reference = module(*inputs)
     with setting("on", MODES["f16"], options=OPTIONS), torch.no_grad():
         op, module, inputs = _prepare(case, "f16")
         expected = module(*inputs)

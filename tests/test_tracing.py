@@ -17,9 +17,8 @@ from returnn_upcast.ops import attention, fuse
 from returnn_upcast.ops.attention_plain import Inputs
 from returnn_upcast.ops.matmul import Product, product
 from tolerances import relative_error
-from tracing_cases import CASES, DROPOUT, SIZES, Op, assert_same, seeded
+from tracing_cases import CASES, DROPOUT, OPTIONS, SIZES, Op, assert_same, seeded
 
-OPTIONS = {"rf_att_dropout_broadcast": False}
 MODE_NAMES = ["bf16", "amp-bf16"]
 needs_static = pytest.mark.skipif(static_traceable is None, reason="this RETURNN has no static tracing")
 
@@ -84,9 +83,7 @@ def test_with_inductor(tracer):
     backend = wrap(compile_fx) if tracer == "static" else "inductor"
     with setting("stock", None, dtype=torch.float64):
         op = Op(CASES["SelfAttention"], SIZES["large"], "amp-bf16")
-        reference = op.step(
-            *(x.detach().double().requires_grad_() if x.is_floating_point() else x for x in op.inputs())
-        )
+        reference = op.step(*op.inputs(torch.float64))
     with setting("on", MODES["amp-bf16"], options=OPTIONS):
         op = Op(CASES["SelfAttention"], SIZES["large"], "amp-bf16")
         eager = op.step(*op.inputs())
@@ -279,9 +276,7 @@ def test_double_backward(case, size):
             "on" if name in ("fused", "plain") else "stock", MODES.get(dtype), dtype=None if dtype else torch.float64
         ):
             op = Op(CASES[case], SIZES[size], "bf16")
-            inputs = op.inputs()
-            if not dtype:
-                inputs = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in inputs]
+            inputs = op.inputs(None if dtype else torch.float64)
             with pytest.MonkeyPatch.context() as patch:
                 if name == "plain":
                     patch.setattr(fuse, "trace_checks", {lambda: True})

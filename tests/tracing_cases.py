@@ -12,6 +12,7 @@ from common import MODES, inside, static_traceable, tensor, values
 from tolerances import relative_error
 
 BATCH, FEATURES = 3, 32
+OPTIONS = {"rf_att_dropout_broadcast": False}
 SIZES = {"small": 17, "large": 400}  # frames: 400 * 3 * 32 elements are more than what compiles at least
 feat, labels = Dim(FEATURES, name="feat"), Dim(11, name="labels")
 batch = Dim(BATCH, name="batch")
@@ -112,10 +113,10 @@ class Op:
         self.lens = torch.tensor([size, size // 2, 5], dtype=torch.int32)
         self.x = values(BATCH, size, FEATURES, seed=1, mean=1.0).to(torch.bfloat16).to(MODES[mode].low)
 
-    def inputs(self) -> Tuple[torch.Tensor, ...]:
-        """:return: fresh leaves: input, lengths, parameters"""
-        raws = (p.raw_tensor.detach().clone().requires_grad_(not p.auxiliary) for p in self.params)
-        return (self.x.clone().requires_grad_(), self.lens.clone(), *raws)
+    def inputs(self, dtype: Optional[torch.dtype] = None) -> Tuple[torch.Tensor, ...]:
+        """:return: fresh leaves: input, lengths, parameters; in their own dtypes, or what is floating in this one"""
+        raws = (p.raw_tensor.detach().to(dtype, copy=True).requires_grad_(not p.auxiliary) for p in self.params)
+        return (self.x.to(dtype, copy=True).requires_grad_(), self.lens.clone(), *raws)
 
     def __call__(self, x: torch.Tensor, lens: torch.Tensor, *raws: torch.Tensor) -> torch.Tensor:
         """:return: [batch, time, ...] or [batch]"""
@@ -156,13 +157,13 @@ class Op:
             return self.step(*inputs)
 
 
-def assert_same(results: List[torch.Tensor], expected: List[torch.Tensor], lens: List[int], what: str = ""):
+def assert_same(results: List[torch.Tensor], expected: List[torch.Tensor], lens: List[int]):
     """Asserts that outputs (inside of the sequences) and gradients have one dtype and differ by less than a rounding."""
     for i, (a, b) in enumerate(zip(results, expected, strict=True)):
-        assert a.dtype == b.dtype and a.shape == b.shape, (what, i, a.dtype, b.dtype)
+        assert a.dtype == b.dtype and a.shape == b.shape, (i, a.dtype, b.dtype)
         if a.ndim > 1 and a.shape[:2] == (BATCH, max(lens)):
             a, b = a[inside(lens)], b[inside(lens)]
-        assert relative_error(a, b.detach().double()) < SAME, (what, i)
+        assert relative_error(a, b.detach().double()) < SAME, i
 
 
 @contextlib.contextmanager

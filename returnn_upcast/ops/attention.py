@@ -4,8 +4,8 @@ Attention with energies, softmax and weighted sum in float32: dot products, and 
 Which case takes which path (each says so once in the debug log):
 
 =======================================================================  ===============================================
-outer trace, ``torch.func``, forward-mode AD, a bias that needs grad,     plain: differentiable float32 ops
-a dispatch mode (RETURNN's gradient checkpointing)
+outer trace, ``torch.func``, forward-mode AD                             plain: differentiable float32 ops
+a bias that needs grad, a dispatch mode (RETURNN's checkpointing)        the same
 CUDA without relative positions, bias or shared dropout, not in a trace  sdpa: ``F.scaled_dot_product_attention``
 all else, so all of the CPU                                              blocks: :mod:`.attention_fused`
 =======================================================================  ===============================================
@@ -96,11 +96,12 @@ def _attention(inputs: Inputs, causal: bool, scale: Optional[float], dropout: fl
     ndim = max(lead, 1) + 2  # the blocks want at least one leading axis
     inputs = Inputs(*(x if x is None else x[(None,) * (ndim - x.ndim)] for x in inputs))
     options = Options(causal, inputs.q.shape[-1] ** -0.5 if scale is None else scale, 1.0)
-    # flash attention is made of torch's ops, which a dispatch mode sees; what is replayed must drop the same weights
-    fuse, sdpa = may_fuse(*inputs) and not needs_grad(inputs.bias), not is_traced(*inputs) and inputs.q.is_cuda
-    if sdpa and inputs.pos is None and inputs.bias is None and not (dropout and broadcast):
+    flash = inputs.q.is_cuda and inputs.pos is None and inputs.bias is None and not (dropout and broadcast)
+    # unlike the blocks, flash attention is one of torch's ops, which a dispatch mode sees, so it may record it
+    if flash and not is_traced(*inputs):
         out = _sdpa(inputs, options, dropout)
     else:
+        fuse = may_fuse(*inputs) and not needs_grad(inputs.bias)
         if dropout:
             keep, keep_scale = dropout_mask(inputs, dropout, broadcast)
             inputs, options = inputs._replace(keep=keep), options._replace(keep_scale=keep_scale)

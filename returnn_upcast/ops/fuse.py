@@ -77,9 +77,15 @@ def autocast_off(device_type: str) -> ContextManager:
     :param device_type: e.g. "cuda"
     :return: context without autocast there: it would cast the float32 operands of a matmul down again
     """
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False) if autocast_is_on(device_type) else contextlib.nullcontext()
+
+
+def autocast_is_on(device_type: str) -> bool:
+    """
+    :param device_type: e.g. "cuda", or one that knows no autocast
+    :return: whether autocast is on there
+    """
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def compiled(func: Callable) -> Callable:

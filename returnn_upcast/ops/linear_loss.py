@@ -83,7 +83,7 @@ def _check(name: str, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torc
 
 def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
     wide = wide_dtype(x, weight)
-    out = product(x.to(wide).reshape(-1, x.shape[-1]), weight.to(wide)).reshape(*x.shape[:-1], weight.shape[1])
+    out = product(x.to(wide), weight.to(wide))
     return out if bias is None else out + bias.to(wide)
 
 
@@ -118,10 +118,10 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _plain(x, weight, bias, target, smoothing: float, exact: bool) -> torch.Tensor:
     wide = wide_dtype(x, weight) if exact else wide_dtype(x)
     rounded = (lambda value: value) if exact else functools.partial(_rounded, dtype=x.dtype)
-    logits = rounded(product(x.to(wide).reshape(-1, x.shape[-1]), rounded(weight.to(wide))))
+    logits = rounded(product(x.to(wide), rounded(weight.to(wide))))
     logits = logits if bias is None else rounded(logits + bias.to(wide))
     with autocast_off(x.device.type):
-        rows = logits, target.reshape(-1)
+        rows = logits.reshape(-1, weight.shape[1]), target.reshape(-1)
         return F.cross_entropy(*rows, reduction="none", label_smoothing=smoothing).reshape(target.shape)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Callable
 import platform
 import torch
-from .fuse import autocast_off
+from .fuse import autocast_is_on, autocast_off
 from .loss_rows import wide_dtype
 
 # torch hands float32 products to MKL, which is half as fast as oneDNN on AMD (and not faster on Intel). This op of
@@ -62,10 +62,16 @@ class Product(torch.autograd.Function):
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """:return: a @ b, by :class:`Product` if it is to be differentiated and autocast is on. To be called under that."""
+    """
+    :param a: [..., M, K], or [..., K] if b has two axes
+    :param b: [..., K, N], of the dtype of a
+    :return: a @ b, by :class:`Product` if it is to be differentiated and autocast is on. To be called under that.
+    """
+    if b.ndim == 2 and a.ndim != 2:  # as one product, whose gradient for b is not summed over products
+        return product(a.reshape(-1, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[1])
     device = a.device.type
-    amp = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if amp and torch.is_grad_enabled() and torch.autograd.forward_ad._current_level < 0:  # forward AD has no backward
+    has_backward = torch.is_grad_enabled() and torch.autograd.forward_ad._current_level < 0  # not in forward AD
+    if has_backward and autocast_is_on(device):
         return Product.apply(a, b)
     with autocast_off(device):
         return a @ b
