@@ -9,9 +9,8 @@ import pytest
 import torch
 import returnn.frontend as rf
 from returnn.tensor import Dim
-from common import MODES, Mode, seq_dim, setting, static_traceable, tensor, values
+from common import MODES, Mode, seq_dim, setting, static_traceable, tensor, traced, values
 from norm_cases import CASES, Case, batch, example, feat, reference, run_case, split
-from returnn_upcast.ops import fuse
 import tolerances
 from tolerances import assert_within_one_rounding, relative_error
 
@@ -60,10 +59,10 @@ def test_against_float64(case: Case, mode_name: str):
 
 @all_modes
 @all_cases
-def test_plain_code_against_float64(case: Case, mode_name: str, monkeypatch):
+def test_plain_code_against_float64(case: Case, mode_name: str):
     """What runs inside of another trace, where RETURNN compiles or captures a whole step."""
-    monkeypatch.setattr(fuse, "trace_checks", {lambda: True})
-    assert not too_far(case, MODES[mode_name], "on")
+    with traced():
+        assert not too_far(case, MODES[mode_name], "on")
 
 
 @all_cases

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 from functorch.compile import aot_function, nop
 import returnn.frontend as rf
-from common import MODES, inside, setting, static_traceable
-from returnn_upcast.ops import attention, fuse
+from common import MODES, inside, setting, static_traceable, traced
+from returnn_upcast.ops import attention
 from returnn_upcast.ops.attention_plain import Inputs
 from returnn_upcast.ops.matmul import Product, product
 from tolerances import relative_error
@@ -277,9 +277,7 @@ def test_double_backward(case, size):
         ):
             op = Op(CASES[case], SIZES[size], "bf16")
             inputs = op.inputs(None if dtype else torch.float64)
-            with pytest.MonkeyPatch.context() as patch:
-                if name == "plain":
-                    patch.setattr(fuse, "trace_checks", {lambda: True})
+            with traced() if name == "plain" else contextlib.nullcontext():
                 (grad,) = torch.autograd.grad(op.loss(*inputs)[1], inputs[0], create_graph=True)
                 results[name] = torch.autograd.grad(grad.double().square().sum(), inputs[0])[0]
     error = {name: relative_error(results[name], results["float64"]) for name in ("fused", "plain", "stock")}

@@ -30,7 +30,8 @@ def is_low(x: Any) -> bool:
     """
     if not isinstance(x, Tensor) or not dtype_names.is_low(x.dtype) or x.raw_tensor is None:
         return False
-    return isinstance(x.raw_tensor.inner.raw_tensor if is_packed(x) else x.raw_tensor, torch.Tensor)
+    raw = x.raw_tensor
+    return isinstance(raw, torch.Tensor) or (is_packed(x) and isinstance(raw.inner.raw_tensor, torch.Tensor))
 
 
 def is_torch(*tensors: Optional[Tensor]) -> bool:

@@ -54,8 +54,9 @@ def _normalize(
             plain, x.raw_tensor.inner, axis=axis, scale=scale, bias=bias, eps=eps, out_dtype=out_dtype, center=center
         )
         return x.raw_tensor.rewrap(inner, name=inner.name)
-    covered = is_torch(x, scale, bias) and set(axis) <= set(x.dims) and isinstance(eps, (int, float))
-    if not covered or any(not p.dims_set <= x.dims_set for p in (scale, bias) if p is not None):
+    dims = x.dims_set
+    covered = is_torch(x, scale, bias) and dims.issuperset(axis) and isinstance(eps, (int, float))
+    if not covered or not all(dims.issuperset(p.dims) for p in (scale, bias) if p is not None):
         return in_float32(plain, x, out_dtype)
     raw, _, _ = normalize_raw(
         x.raw_tensor,

@@ -99,8 +99,7 @@ def compiled(func: Callable) -> Callable:
 
     @functools.wraps(func)
     def call(*args: Any) -> Any:
-        numel = max((a.numel() for a in args if isinstance(a, torch.Tensor)), default=0)
-        if numel < MIN_COMPILE_NUMEL or not compile_enabled():
+        if not _is_large(args) or not compile_enabled():
             return func(*args)
         key = tuple((a.dtype, a.ndim, a.device.type) if isinstance(a, torch.Tensor) else a for a in args)
         fast = variants.get(key)
@@ -116,6 +115,13 @@ def compiled(func: Callable) -> Callable:
 
     call.plain = func
     return call
+
+
+def _is_large(args: Sequence[Any]) -> bool:
+    for a in args:  # for small tensors, a generator would take as long as one of their ops
+        if isinstance(a, torch.Tensor) and a.numel() >= MIN_COMPILE_NUMEL:
+            return True
+    return False
 
 
 def _first_call(func: Callable, variants: Dict, key: Tuple, args: Sequence[Any]) -> Any:

@@ -52,7 +52,7 @@ def normalize(
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype.itemsize >= 4 else x.to(torch.float32)
 
 
 def _wide_or_none(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
@@ -60,20 +60,20 @@ def _wide_or_none(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
 
 
 def _stats(x: torch.Tensor, mask: Optional[torch.Tensor], axes: Tuple[int, ...], center: bool) -> _Stats:
-    average = functools.partial(_average, mask=mask, axes=axes, count=_count(x, mask, axes))
-    mean = average(x) if center else None
-    return mean, average((x - mean if center else x).square())
+    average = _average if mask is None else functools.partial(_masked_average, mask=mask, count=_count(x, mask, axes))
+    mean = average(x, axes) if center else None
+    return mean, average((x - mean if center else x).square(), axes)
 
 
-def _average(x: torch.Tensor, *, mask: Optional[torch.Tensor], axes: Tuple[int, ...], count) -> torch.Tensor:
-    if mask is None:
-        return x.mean(axes, keepdim=True)
+def _average(x: torch.Tensor, axes: Tuple[int, ...]) -> torch.Tensor:
+    return x.mean(axes, keepdim=True)
+
+
+def _masked_average(x: torch.Tensor, axes: Tuple[int, ...], *, mask: torch.Tensor, count) -> torch.Tensor:
     return torch.where(mask, x, 0.0).sum(axes, keepdim=True) / count
 
 
-def _count(x: torch.Tensor, mask: Optional[torch.Tensor], axes: Tuple[int, ...]) -> Optional[torch.Tensor]:
-    if mask is None:
-        return None
+def _count(x: torch.Tensor, mask: torch.Tensor, axes: Tuple[int, ...]) -> torch.Tensor:
     count = mask.to(x.dtype).sum(axes, keepdim=True)
     for axis in axes:
         size = mask.shape[axis]
@@ -116,7 +116,7 @@ def _plain_backward(grad, x, scale, mask, mean, rstd, axes: Tuple[int, ...], dim
     if scale is not None:
         grad = grad * scale
     # The statistics come from the elements inside the mask, but all elements depend on them.
-    count = _count(norm, mask, axes)
+    count = None if mask is None else _count(norm, mask, axes)
     average = lambda t: t.mean(axes, keepdim=True) if mask is None else t.sum(axes, keepdim=True) / count
     inner = norm * average(grad * norm)
     if mean is not None:
