@@ -152,13 +152,13 @@ def no_hooks_left():
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def _train(op: Op, checkpoint, amp: bool):
+def _train(op: Op, checkpoint, amp: bool, backward_in_amp: bool = False):
     inputs = op.inputs()
     with seeded():
         out = checkpoint(lambda x: op(x, *inputs[1:]), inputs[0])
         out = out + torch.nn.functional.dropout(out, 0.3)
-        # backward as one should call it: outside of autocast
-        with torch.autocast("cpu", enabled=False) if amp else contextlib.nullcontext():
+        # one should call backward outside of autocast
+        with torch.autocast("cpu", enabled=False) if amp and not backward_in_amp else contextlib.nullcontext():
             out.float().square().sum().backward()
     return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
 
@@ -181,6 +181,16 @@ def test_checkpoint_gives_the_same_numbers(checkpoint, case, size, mode, no_hook
         assert_same(found, expected, op.lens.tolist())
     else:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("case", [*DROPOUT, "linear_cross_entropy"])
+def test_scope_and_backward_under_autocast(case, no_hooks_left):
+    """what RETURNN replays in backward has been cast already; float32 products must not be cast down"""
+    with setting("on", MODES["amp-bf16"], options=OPTIONS):
+        op = Op({**CASES, **DROPOUT}[case], SIZES["small"], "amp-bf16")
+        expected = _train(op, lambda func, x: func(x), True)
+        found = _train(op, _scope, True, backward_in_amp=True)
+    assert_same(found, expected, op.lens.tolist())
 
 
 def test_scope_with_the_policy_off_is_stock(no_hooks_left):
