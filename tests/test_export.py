@@ -7,7 +7,8 @@ from typing import Optional, Sequence, Tuple
 import pytest
 import torch
 import returnn.frontend as rf
-from common import MODES, inside, setting
+from common import MODES, inside, setting, values
+from returnn_upcast.ops.norm import normalize
 from tolerances import relative_error
 from tracing_cases import CASES, OPTIONS, SIZES, Op, assert_same
 
@@ -70,3 +71,21 @@ def test_onnxruntime_gives_the_numbers_of_eager_mode(case, dynamo, tmp_path):
     found, eager, reference = (x[valid].double() for x in (torch.from_numpy(out), expected, reference))
     near = 1.1 * relative_error(eager, reference)
     assert relative_error(found, eager) < 2**-12 or relative_error(found, reference) < near
+
+
+class _ToLongest(torch.nn.Module):
+    """Cuts the padding to the longest sequence, which is a symbolic size in the exported program."""
+
+    def forward(self, x: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        longest = lens.max().item()
+        torch._check(longest >= 0)
+        torch._check(longest <= x.shape[1])
+        mask = (torch.arange(longest) < lens[:, None])[:, :, None]
+        return normalize(x[:, :longest], axes=(0, 1), mask=mask, eps=1e-3)[0]
+
+
+def test_masked_norm_whose_length_is_symbolic():
+    x, lens = values(4, 9, 5, seed=0).bfloat16(), torch.tensor([9, 4, 2, 7])
+    program = torch.export.export(_ToLongest(), (x, lens)).module()
+    for changed in (lens, torch.tensor([5, 4, 2, 3])):
+        assert torch.equal(program(x, changed), _ToLongest()(x, changed))
