@@ -6,8 +6,10 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Mapping, Optional, Sequence
 import contextlib
 import dataclasses
+import pytest
 import torch
 import returnn.frontend as rf
+from returnn.frontend import _native
 from returnn.config import Config, global_config_ctx
 from returnn.tensor import Dim, Tensor
 from returnn.util.basic import BehaviorVersion
@@ -16,6 +18,10 @@ from returnn_upcast.ops import fuse
 
 # Context of RETURNN's static tracing. Not all releases have it.
 static_traceable = getattr(rf, "set_static_traceable_ctx", None)
+
+# Without its native module, RETURNN casts the second operand of arithmetic to the dtype of the first.
+native = _native.is_enabled()
+needs_native = pytest.mark.skipif(not native, reason="dtypes and rounding of RETURNN's native module")
 
 # "stock": nothing installed. "off" and "on": installed, with ``rf_upcast`` False and True.
 SETTINGS = ("stock", "off", "on")

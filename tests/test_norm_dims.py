@@ -7,7 +7,7 @@ import pytest
 import torch
 import returnn.frontend as rf
 from returnn.tensor import Dim
-from common import setting, tensor, values
+from common import needs_native, setting, tensor, values
 from tolerances import OUTPUT, assert_close
 
 batch, feat, other, speakers = Dim(4, name="batch"), Dim(8, name="feat"), Dim(6, name="other"), Dim(3, name="speakers")
@@ -33,6 +33,7 @@ def test_error_of_stock_for_a_dim_that_is_not_in_the_tensor(op: str):
     assert errors["on"] == errors["stock"]
 
 
+@needs_native
 @pytest.mark.parametrize("cls", [rf.LayerNorm, rf.RMSNorm])
 def test_scale_with_a_dim_that_the_input_lacks(cls):
     """one scale per speaker, say: the result has that dim too"""

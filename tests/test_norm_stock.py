@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import pytest
 import torch
-from common import Mode, setting
+from common import Mode, needs_native, setting
 from norm_cases import CASES, Case, example, run_case
 
 all_cases = pytest.mark.parametrize("case", CASES, ids=str)
@@ -25,6 +25,7 @@ def assert_same_bits(case: Case, mode: Mode, name: str, **kwargs):
         assert other.dtype == value.dtype and torch.equal(other.nan_to_num(7), value.nan_to_num(7)), what
 
 
+@needs_native
 @all_cases
 def test_dtype_and_dims_of_stock(case: Case):
     for low, params, amp in itertools.product(LOW, (None, torch.float32), (False, True)):
@@ -40,6 +41,7 @@ def test_dtype_and_dims_of_stock(case: Case):
             assert upcast.dims == stock.dims and upcast.feature_dim == stock.feature_dim, what
 
 
+@needs_native
 @all_cases
 def test_dims_of_stock_in_any_order(case: Case):
     mode = Mode(torch.bfloat16)

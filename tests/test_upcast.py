@@ -7,7 +7,7 @@ import pytest
 import torch
 import returnn.frontend as rf
 from returnn.tensor import Dim
-from common import MODES, seq_dim, setting, tensor, values
+from common import MODES, needs_native, seq_dim, setting, tensor, values
 from returnn_upcast import upcast
 from tolerances import assert_close, relative_error
 
@@ -143,6 +143,7 @@ def test_linear(mode, bias):
     assert x.grad.dtype == low and lin.weight.raw_tensor.grad.dtype == lin.weight.raw_tensor.dtype
 
 
+@needs_native
 @pytest.mark.parametrize("mode", MODE_NAMES)
 def test_linear_cross_entropy(mode):
     low = MODES[mode].low
