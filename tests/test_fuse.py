@@ -177,7 +177,8 @@ def test_hooked_module_inside_torch_compile_and_make_fx():
         expected = call(x)
         with static_traceable() if static_traceable else contextlib.nullcontext():
             assert torch.equal(make_fx(call)(x)(x), expected)
-        assert torch.equal(torch.compile(call, backend="eager")(x), expected)
+        if not torch.__version__.startswith("2.6."):  # which fails at RETURNN's native module, in stock as well
+            assert torch.equal(torch.compile(call, backend="eager")(x), expected)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

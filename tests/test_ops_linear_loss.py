@@ -260,10 +260,15 @@ def _plain(func: str):
     return lambda *operands: torch.func.vmap(lambda x: FUNCS[func](x, *operands[1:]))(operands[0][None])[0]
 
 
+def _compile(func, operands):
+    torch._dynamo.reset()  # torch 2.6 takes partials of one function for one another
+    return torch.compile(func, fullgraph=True, backend="aot_eager")(*operands)
+
+
 TRANSFORMS = {
     "vmap": lambda func, operands: torch.func.vmap(lambda x: func(x, *operands[1:]))(operands[0][None])[0],
     "make_fx": lambda func, operands: make_fx(func)(*operands)(*operands),
-    "torch.compile": lambda func, operands: torch.compile(func, fullgraph=True, backend="aot_eager")(*operands),
+    "torch.compile": _compile,
     "jvp": lambda func, operands: torch.func.jvp(func, operands, operands)[0],
 }
 
