@@ -7,6 +7,7 @@ Orbax wants all arrays of a call at once, and copies them: so it reads part by p
 
 from __future__ import annotations
 from typing import Any, Iterator, Mapping, Tuple
+import inspect
 import json
 import math
 import os
@@ -83,14 +84,19 @@ def write(path: str, writing: Writing):
         meta["original_dtypes"] = ckpt.original_dtypes
     if meta:
         tree[_META_KEY] = numpy.frombuffer(to_json(meta).encode(), numpy.uint8)
-    handlers = ocp.type_handlers
-    registry = handlers.create_type_handler_registry(
-        (numpy.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
-        (extra("jax", "jax").Array, handlers.ArrayHandler()),  # Orbax warns without
-    )
-    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=_without_copies(ocp)))
     try:
         args = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=_FILE_BYTES)
         checkpointer.save(os.path.abspath(path), args=args)
     except Exception as exc:  # whatever TensorStore raises on a full disk
         raise OSError(f"{type(exc).__name__}: {' '.join(str(exc).split())}") from exc
+
+
+def _without_copies(ocp: Any) -> Any:
+    """:return: registry of type handlers for saving; the default one copies all arrays before it writes the first"""
+    handlers = ocp.type_handlers
+    can_do_without = "deepcopy_host_arrays" in inspect.signature(handlers.NumpyHandler).parameters  # from 0.12.6 on
+    return handlers.create_type_handler_registry(
+        (numpy.ndarray, handlers.NumpyHandler(**({"deepcopy_host_arrays": False} if can_do_without else {}))),
+        (extra("jax", "jax").Array, handlers.ArrayHandler()),  # Orbax warns without
+    )
