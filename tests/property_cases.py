@@ -3,125 +3,18 @@ The op table as properties see it: RETURNN's call beside its float64 formula, on
 """
 
 from __future__ import annotations
-from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
-import dataclasses
+from typing import Any, Callable, NamedTuple, Sequence
 import functools
 import math
 import torch
 import returnn.frontend as rf
 from returnn.tensor import Dim, Tensor
 import references
-import references_loss
 from common import inside, name_of, seq_dim, tensor, values
+from property_layouts import Layout, Op, frame_dims
+from property_losses import HELPERS, LOSSES, SOFTMAX
 
-GROUPS, STD = 4, 2.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """
-    :param lens: of the sequences
-    :param beam: size of an extra dim
-    :param feat: number of features or labels
-    :param order: of the dims batch, beam, time, feature in memory
-    :param view: the input is a part of a larger tensor
-    :param low: dtype
-    :param special: what is put into some places inside of the sequences
-    :param seed: of the numbers and places
-    """
-
-    lens: Tuple[int, ...]
-    low: torch.dtype
-    beam: int = 1
-    feat: int = 8
-    order: Tuple[int, ...] = (0, 1, 2, 3)
-    view: bool = False
-    special: Optional[float] = None
-    seed: int = 0
-
-    @functools.cached_property
-    def dims(self) -> Tuple[Dim, ...]:
-        """:return: batch, beam, time, feature"""
-        batch = Dim(len(self.lens), name="batch")
-        return batch, Dim(self.beam, name="beam"), seq_dim("time", self.lens, batch), Dim(self.feat, name="feat")
-
-    @functools.cached_property
-    def other_dims(self) -> Tuple[Dim, ...]:
-        """:return: the same, with another time and feature dim of the same sizes"""
-        batch, beam, _, feat = self.dims
-        return batch, beam, seq_dim("other", self.lens[::-1], batch), Dim(self.feat, name="other_feat")
-
-    @property
-    def shape(self) -> Tuple[int, ...]:
-        """:return: of an input"""
-        return len(self.lens), self.beam, max(self.lens), self.feat
-
-    @property
-    def mask(self) -> torch.Tensor:
-        """:return: bool [batch, beam, time], True inside of the sequences"""
-        return inside(self.lens)[:, None].expand(-1, self.beam, -1)
-
-    def numbers(self, index: int, lens: Optional[Sequence[int]] = None, std: float = STD) -> torch.Tensor:
-        """:return: [batch, beam, time, feature] in low, with the special value in some places of the sequences"""
-        x = values(*self.shape, seed=self.seed + index, std=std).to(self.low)
-        if self.special is not None:
-            places = torch.rand(self.shape, generator=torch.Generator().manual_seed(self.seed + 50 + index)) < 0.04
-            x[places & inside(lens or self.lens)[:, None, :, None]] = self.special
-        return x
-
-    def labels(self, index: int = 0, num: Optional[int] = None) -> torch.Tensor:
-        """:return: [batch, beam, time] below num"""
-        generator = torch.Generator().manual_seed(self.seed + 90 + index)
-        return torch.randint(0, num or self.feat, self.shape[:-1], generator=generator)
-
-    def leaf(self, x: torch.Tensor) -> torch.Tensor:
-        """:return: x in the memory of the layout, [batch, beam, time, feature], to be differentiated"""
-        moved = x.permute(self.order)
-        memory = torch.empty([n + self.view for n in moved.shape], dtype=x.dtype)
-        moved = memory[(slice(int(self.view), None),) * 4].copy_(moved)
-        return moved.permute([self.order.index(i) for i in range(4)]).requires_grad_()
-
-    def tensor(self, leaf: torch.Tensor, dims: Optional[Sequence[Dim]] = None, feature: bool = False) -> Tensor:
-        """:return: leaf, its dims in the order that they have in memory"""
-        dims = dims or self.dims
-        return tensor(
-            leaf.permute(self.order), *(dims[i] for i in self.order), feature_dim=dims[-1] if feature else None
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """
-    :param call: of the layout and the leaves -> tensor
-    :param out: of the layout -> dims of the result
-    :param formula: of the layout and the inputs in float64 -> the raw result. Maybe several, that treat differently
-        what is multiplied with a weight of zero: the op may do as any of them
-    :param inputs: of the layout -> low-precision inputs
-    :param mask: of the layout -> bool, where the result counts
-    :param limit: largest magnitude of bf16 for which float32 is as float64
-    :param stock: compare with stock RETURNN as well
-    """
-
-    name: str
-    call: Callable[..., Tensor]
-    out: Callable[[Layout], Sequence[Dim]]
-    formula: Callable[..., Any]
-    inputs: Callable[[Layout], Sequence[torch.Tensor]] = lambda la: (la.numbers(0),)
-    mask: Callable[[Layout], torch.Tensor] = lambda la: la.mask
-    policy: Any = True
-    limit: float = math.inf
-    stock: bool = True
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def _frames(la: Layout) -> Sequence[Dim]:
-    return la.dims
-
-
-def _rows(la: Layout) -> Sequence[Dim]:
-    return la.dims[:3]
+GROUPS = 4
 
 
 def _flat(func: Callable, la: Layout, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -135,7 +28,7 @@ _SQUARES = 1e17
 
 
 def _norm(name: str, call: Callable, formula: Callable) -> Op:
-    return Op(name, lambda la, x: call(la.tensor(x), *la.dims[2:]), _frames, formula, limit=_SQUARES)
+    return Op(name, lambda la, x: call(la.tensor(x), *la.dims[2:]), frame_dims, formula, limit=_SQUARES)
 
 
 def _batch_norm(la: Layout, x: torch.Tensor) -> torch.Tensor:
@@ -256,150 +149,8 @@ def _rope_formula(la: Layout, x: torch.Tensor) -> torch.Tensor:
     return torch.stack((real * cos - imag * sin, real * sin + imag * cos), -1).flatten(-2)
 
 
-ROPE = Op("RoPE", _rope, _frames, _rope_formula, stock=False)  # stock compiles its rotation, which takes long
+ROPE = Op("RoPE", _rope, frame_dims, _rope_formula, stock=False)  # stock compiles its rotation, which takes long
 
-
-def _estimated(kind: str, la: Layout) -> torch.Tensor:
-    x = la.numbers(0).double()
-    special = torch.zeros_like(x, dtype=torch.bool)
-    if la.special is not None:
-        special = x.isnan() if math.isnan(la.special) else x == torch.tensor(la.special).to(la.low).double()
-    usual = torch.where(special, 0.0, x)
-    usual = {"logits": usual, "log-probs": usual.log_softmax(-1), "probs": usual.softmax(-1)}[kind]
-    return torch.where(special, x, usual).to(la.low)
-
-
-def _targets(dense: bool, la: Layout) -> torch.Tensor:
-    return values(*la.shape, seed=la.seed + 8).softmax(-1).to(la.low) if dense else la.labels()
-
-
-def _cross_entropy(helper: bool, kind: str, dense: bool, la: Layout, x: torch.Tensor) -> Tensor:
-    target = _targets(dense, la)
-    target = (
-        tensor(target, *la.dims) if dense else rf.convert_to_tensor(target, dims=la.dims[:3], sparse_dim=la.dims[3])
-    )
-    func = rf.upcast.cross_entropy if helper else rf.cross_entropy
-    return func(estimated=la.tensor(x), target=target, axis=la.dims[3], estimated_type=kind)
-
-
-def _nll(kind: str, dense: bool, la: Layout, x: torch.Tensor) -> torch.Tensor:
-    log_probs = {"logits": lambda: x.log_softmax(-1), "log-probs": lambda: x, "probs": lambda: x.log()}[kind]()
-    target = _targets(dense, la)
-    if dense:
-        return -(target.double() * log_probs).sum(-1)
-    return -log_probs.gather(-1, target[..., None])[..., 0]
-
-
-def _cross_entropy_op(kind: str, dense: bool, helper: bool = False) -> Op:
-    args = kind, dense
-    return Op(
-        f"{'rf.upcast.' if helper else ''}cross_entropy, {kind}, {'dense' if dense else 'sparse'}",
-        functools.partial(_cross_entropy, helper, *args), _rows, functools.partial(_nll, *args),
-        lambda la: (_estimated(kind, la),), policy=not helper,
-    )  # fmt: skip
-
-
-def _ctc_kwargs(la: Layout) -> Dict[str, Any]:
-    batch, beam, time, feat = la.dims
-    labels = seq_dim("labels", [min(n, 2) for n in la.lens], batch)
-    raw = la.labels(1, la.feat - 1)[:, :, :2]
-    raw = torch.cat([raw] * 2, -1)[:, :, : min(max(la.lens), 2)]
-    targets = rf.convert_to_tensor(raw, dims=(batch, beam, labels), sparse_dim=feat)
-    return dict(targets=targets, input_spatial_dim=time, targets_spatial_dim=labels, blank_index=la.feat - 1)
-
-
-def _ctc(helper: bool, la: Layout, x: torch.Tensor) -> Tensor:
-    func = rf.upcast.ctc_loss if helper else rf.ctc_loss
-    return func(logits=la.tensor(x, feature=True), **_ctc_kwargs(la))
-
-
-def _ctc_formula(la: Layout, x: torch.Tensor) -> torch.Tensor:
-    """As of RETURNN: what has no path (loss inf) counts 0"""
-    labels, losses = la.labels(1, la.feat - 1), []
-    for b, n in enumerate(la.lens):
-        for beam in range(la.beam):
-            log_probs = x[b, beam, :n].log_softmax(-1)
-            if log_probs.isnan().any():  # all paths go through that frame
-                losses.append((log_probs * math.nan).sum())
-                continue
-            loss = (
-                references_loss.ctc(log_probs, labels[b, beam, : min(n, 2)].tolist(), la.feat - 1) if n else x.sum() * 0
-            )
-            losses.append(torch.where(torch.isinf(loss), 0.0, loss))
-    loss = torch.stack(losses).reshape(len(la.lens), la.beam)
-    return loss, torch.where(loss.isnan(), loss.nan_to_num(), loss)  # torch's recursion may take NaN for no path
-
-
-def _linear(la: Layout) -> rf.Linear:
-    batch, beam, time, feat = la.dims
-    linear = rf.Linear(feat, la.other_dims[3])
-    for i, param in enumerate((linear.weight, linear.bias)):
-        param.raw_tensor.data.copy_(values(*param.raw_tensor.shape, seed=30 + i).to(la.low))
-    return linear
-
-
-def _linear_formula(la: Layout, x: torch.Tensor) -> torch.Tensor:
-    linear = _linear(la)
-    return x @ linear.weight.raw_tensor.detach().double() + linear.bias.raw_tensor.detach().double()
-
-
-def _linear_cross_entropy(la: Layout, x: torch.Tensor) -> Tensor:
-    target = rf.convert_to_tensor(la.labels(), dims=la.dims[:3], sparse_dim=la.other_dims[3])
-    return rf.upcast.linear_cross_entropy(_linear(la), la.tensor(x), target=target, float32_logits=True)
-
-
-def _softmax_op(name: str, axis: int) -> Op:
-    helper = name.startswith("upcast.")
-    func = name.partition(".")[2] or name
-
-    def call(la: Layout, x: torch.Tensor) -> Tensor:
-        return getattr(rf.upcast if helper else rf, func)(la.tensor(x), axis=la.dims[axis])
-
-    def formula(la: Layout, x: torch.Tensor) -> torch.Tensor:
-        raw = torch.logsumexp if reduces else getattr(torch, func)
-        # RETURNN masks with -inf, in logsumexp with the lowest number
-        masks = (-math.inf, torch.finfo(torch.float32).min) if reduces else (-math.inf,)
-        return tuple(raw(x.masked_fill(~la.mask[..., None], value) if axis == 2 else x, axis) for value in masks)
-
-    reduces = func == "reduce_logsumexp"
-    return Op(
-        f"{name}, {'features' if axis == 3 else 'time'}", call,
-        lambda la: [d for i, d in enumerate(la.dims) if i != axis or not reduces], formula,
-        # over no frames, there is no number
-        mask=lambda la: la.mask.any(2) if reduces and axis == 2 else la.mask,
-        policy=False if helper else {func: True},
-    )  # fmt: skip
-
-
-LOSSES = (
-    *(_cross_entropy_op(kind, dense) for kind in ("logits", "log-probs", "probs") for dense in (False, True)),
-    *(_cross_entropy_op("logits", dense, helper=True) for dense in (False, True)),
-    *(
-        Op(
-            name, functools.partial(_ctc, helper), lambda la: la.dims[:2], _ctc_formula,
-            mask=lambda la: la.mask.any(2), policy=not helper, limit=1e35,  # sums over frames
-        )
-        for name, helper in (("ctc_loss", False), ("rf.upcast.ctc_loss", True))
-    ),
-)  # fmt: skip
-SOFTMAX = tuple(
-    _softmax_op(name, axis)
-    for name in ("softmax", "log_softmax", "upcast.softmax", "upcast.log_softmax", "upcast.reduce_logsumexp")
-    for axis in (3, 2)
-)
-HELPERS = (
-    Op("rf.upcast.float32", lambda la, x: rf.upcast.float32(la.tensor(x)), _frames, lambda la, x: x, policy=False),
-    Op(
-        "rf.upcast.linear", lambda la, x: rf.upcast.linear(_linear(la), la.tensor(x)),
-        lambda la: (*la.dims[:3], la.other_dims[3]), _linear_formula, policy=False,
-        limit=1e37,  # the sum of products must stay in the range of float32
-    ),
-    Op(
-        "rf.upcast.linear_cross_entropy", _linear_cross_entropy, _rows,
-        lambda la, x: -_linear_formula(la, x).log_softmax(-1).gather(-1, la.labels()[..., None])[..., 0], policy=False,
-        limit=1e37,
-    ),
-)  # fmt: skip
 OPS = (*NORMS, *ATTENTION, ROPE, *LOSSES, *SOFTMAX, *HELPERS)
 
 
