@@ -68,6 +68,12 @@ def test_size(path):
             assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
 
 
+@pytest.mark.parametrize("folder", ["tests", "demos"])
+def test_size_of_tests_and_demos(folder: str):
+    sizes = {path.name: len(path.read_text().splitlines()) for path in (PACKAGE.parent / folder).glob("*.py")}
+    assert sizes and not {name: size for name, size in sizes.items() if size > 300}
+
+
 def test_dtypes_are_asked_for_by_our_own_function():
     """rf.is_float_dtype("bfloat16") is False on RETURNN 1.20260722"""
     assert not [path.name for path in FILES if "is_float_dtype" in path.read_text()]
