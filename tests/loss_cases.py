@@ -3,6 +3,7 @@ Logits and labels in RETURNN's dims, and its CTC run on them.
 """
 
 from __future__ import annotations
+from typing import Any, Dict
 import torch
 import returnn.frontend as rf
 from returnn.tensor import Dim
@@ -20,16 +21,19 @@ ORDERS = [(0, 1, 2), (2, 0, 1), (1, 2, 0)]
 WIDE = ["bf16", "f16", "amp-bf16"]
 
 
+def ctc_args(frames: Dim = time, targets: torch.Tensor = CTC_LABELS) -> Dict[str, Any]:
+    """:return: all that RETURNN's functions of CTC need beside the logits"""
+    targets = rf.convert_to_tensor(targets, dims=(batch, target_dim), sparse_dim=vocab)
+    return dict(targets=targets, input_spatial_dim=frames, targets_spatial_dim=target_dim, blank_index=V - 1)
+
+
 def run_ctc(x: torch.Tensor, order=(0, 1, 2), targets=CTC_LABELS, **kwargs):
     """loss [B], gradient in the order B, T, V"""
     dims = (batch, time, vocab)
     x = x.detach().permute(order).contiguous().requires_grad_(True)
     out = rf.ctc_loss(
         logits=tensor(x, *(dims[i] for i in order), feature_dim=vocab),
-        targets=rf.convert_to_tensor(targets, dims=(batch, target_dim), sparse_dim=vocab),
-        input_spatial_dim=time,
-        targets_spatial_dim=target_dim,
-        blank_index=V - 1,
+        **ctc_args(targets=targets),
         **kwargs,
     )
     raw = out.copy_compatible_to_dims_raw([batch])

@@ -13,16 +13,12 @@ import subprocess
 import sys
 import pytest
 import torch
+from audit_cases import plain_ops  # noqa: F401, an autouse fixture
 from audit_models import write_config
 from returnn import __main__ as returnn_main
 from returnn_upcast.audit import cli
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def plain_ops(monkeypatch):
-    monkeypatch.setenv("RETURNN_UPCAST_COMPILE", "0")
 
 
 def _main(*args: str) -> int:

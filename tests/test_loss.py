@@ -10,7 +10,7 @@ import torch
 import returnn.frontend as rf
 from returnn.tensor import Dim
 from common import MODES, inside, name_of, setting, tensor, values
-from loss_cases import B, CTC_LABELS, GRAD, LENS, LOGITS, ORDERS, T, V, WIDE, batch, run_ctc, target_dim, time, vocab
+from loss_cases import B, GRAD, LENS, LOGITS, ORDERS, T, V, WIDE, batch, ctc_args, run_ctc, time, vocab
 from tolerances import INPUT_GRAD, assert_close, relative_error, tolerance
 
 LABELS = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(2))
@@ -117,13 +117,11 @@ def test_packed_is_padded(fixed):
     allow = getattr(_packed_backend, "set_allowed_fallbacks", lambda ops: None)  # not in all releases
     allow(True)
     x = tensor(LOGITS.to(torch.bfloat16), batch, time, vocab, feature_dim=vocab)
-    targets = rf.convert_to_tensor(CTC_LABELS, dims=(batch, target_dim), sparse_dim=vocab)
     labels = rf.convert_to_tensor(LABELS, dims=(batch, time), sparse_dim=vocab)
     with setting("on"):
         packed, results = rf.pack(x, dims=[batch, time]), []
         for logits in (x, packed):
-            kwargs = dict(targets=targets, input_spatial_dim=time, targets_spatial_dim=target_dim, blank_index=V - 1)
-            results.append(rf.ctc_loss(logits=logits, **kwargs, **fixed).raw_tensor)
+            results.append(rf.ctc_loss(logits=logits, **ctc_args(), **fixed).raw_tensor)
             ce = rf.cross_entropy(estimated=logits, target=labels, axis=vocab, estimated_type="logits")
             if ce.raw_tensor.__class__ is not torch.Tensor:
                 ce = rf.unpack(ce)

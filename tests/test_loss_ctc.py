@@ -10,7 +10,7 @@ import returnn.frontend as rf
 from returnn.tensor import Dim
 from common import MODES, inside, seq_dim, setting, tensor
 from loss_cases import B, CTC_LABELS, GRAD, LENS, LOGITS, ORDERS, TARGET_LENS, V, WIDE
-from loss_cases import batch, run_ctc, target_dim, time, vocab
+from loss_cases import batch, ctc_args, run_ctc, time, vocab
 from tolerances import INPUT_GRAD, assert_close, assert_within_one_rounding, relative_error, tolerance
 
 
@@ -106,13 +106,7 @@ def test_ctc_target_longer_than_the_frames():
     frames = seq_dim("frames", short, batch)
     x = LOGITS[:, :11].to(torch.bfloat16).requires_grad_(True)
     with setting("on"):
-        out = rf.ctc_loss(
-            logits=tensor(x, batch, frames, vocab, feature_dim=vocab),
-            targets=rf.convert_to_tensor(CTC_LABELS, dims=(batch, target_dim), sparse_dim=vocab),
-            input_spatial_dim=frames,
-            targets_spatial_dim=target_dim,
-            blank_index=V - 1,
-        )
+        out = rf.ctc_loss(logits=tensor(x, batch, frames, vocab, feature_dim=vocab), **ctc_args(frames))
     out.raw_tensor.sum().backward()
     assert out.raw_tensor[0] == 0 and (x.grad[0] == 0).all() and (out.raw_tensor[1:] > 0).all()
 
@@ -125,13 +119,7 @@ def test_ctc_best_path(dtype):
     paths = {}
     for name, raw in (("on", x), ("float32", x.float())):
         with setting("on"):
-            path = rf.ctc_best_path(
-                logits=tensor(raw, batch, time, vocab, feature_dim=vocab),
-                targets=rf.convert_to_tensor(CTC_LABELS, dims=(batch, target_dim), sparse_dim=vocab),
-                input_spatial_dim=time,
-                targets_spatial_dim=target_dim,
-                blank_index=V - 1,
-            )
+            path = rf.ctc_best_path(logits=tensor(raw, batch, time, vocab, feature_dim=vocab), **ctc_args())
         assert path.sparse_dim == vocab
         paths[name] = path.copy_compatible_to_dims_raw([batch, time])[inside(LENS)]
     assert torch.equal(paths["on"], paths["float32"])
@@ -140,9 +128,8 @@ def test_ctc_best_path(dtype):
 def test_several_batch_dims():
     beam = Dim(2, name="beam")
     raw = torch.stack([LOGITS, LOGITS.flip(-1)], 1).to(torch.bfloat16)
-    targets = rf.convert_to_tensor(CTC_LABELS, dims=(batch, target_dim), sparse_dim=vocab)
-    kwargs = dict(targets=targets, input_spatial_dim=time, targets_spatial_dim=target_dim, blank_index=V - 1)
     with setting("on"):
+        kwargs = ctc_args()
         both = rf.ctc_loss(logits=tensor(raw, batch, beam, time, vocab, feature_dim=vocab), **kwargs)
         each = [rf.ctc_loss(logits=tensor(raw[:, i], batch, time, vocab, feature_dim=vocab), **kwargs) for i in (0, 1)]
     both = both.copy_compatible_to_dims_raw([batch, beam])

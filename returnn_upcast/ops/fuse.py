@@ -29,9 +29,8 @@ trace_checks: Set[Callable[[], bool]] = set()
 # Who knows of an option sets this: None for the default, on.
 compile_option: Callable[[], Optional[bool]] = lambda: None
 
-# Asked once: torch 2.6 cannot trace the question.
-_devices = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", torch._C._get_privateuse1_backend_name())
-_autocast_devices = frozenset(device for device in _devices if torch.amp.is_autocast_available(device))
+# Known to have autocast: torch 2.6 cannot trace the question.
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 _broken = False
 _lock = threading.RLock()
@@ -89,7 +88,8 @@ def autocast_is_on(device_type: str) -> bool:
     :param device_type: e.g. "cuda", or one that knows no autocast
     :return: whether autocast is on there
     """
-    return device_type in _autocast_devices and torch.is_autocast_enabled(device_type)
+    available = device_type in _AUTOCAST_DEVICES or torch.amp.is_autocast_available(device_type)
+    return available and torch.is_autocast_enabled(device_type)
 
 
 def compiled(func: Callable) -> Callable:
