@@ -17,12 +17,13 @@ The blocks were also faster (measured: 45 ms against 55 ms, causal, forward and 
 """
 
 from __future__ import annotations
-from typing import Optional, Set, Tuple
+from typing import Optional, Set, Tuple, Type
 import logging
 import math
 import torch
 import torch.nn.functional as F
 from .attention_fused import BlockAttention
+from .attention_native import NativeAttention, may_run as may_run_native
 from .attention_plain import Inputs, Options, plain_attention
 from .fuse import autocast_off, is_traced, may_fuse, needs_grad
 
@@ -105,14 +106,19 @@ def _attention(inputs: Inputs, causal: bool, scale: Optional[float], dropout: fl
         if dropout:
             keep, keep_scale = dropout_mask(inputs, dropout, broadcast)
             inputs, options = inputs._replace(keep=keep), options._replace(keep_scale=keep_scale)
-        _log_path("blocks" if fuse else "plain")
-        out = _blocks(inputs, options) if fuse else plain_attention(inputs, options)
+        native = fuse and may_run_native(inputs)
+        _log_path("native" if native else "blocks" if fuse else "plain")
+        out = (
+            _fused(NativeAttention if native else BlockAttention, inputs, options)
+            if fuse
+            else plain_attention(inputs, options)
+        )
     return out if lead > 0 else out.squeeze(0)
 
 
-def _blocks(inputs: Inputs, options: Options) -> torch.Tensor:
+def _fused(function: Type[torch.autograd.Function], inputs: Inputs, options: Options) -> torch.Tensor:
     with autocast_off(inputs.q.device.type):
-        return BlockAttention.apply(options, *inputs)
+        return function.apply(options, *inputs)
 
 
 def _log_path(path: str):

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Iterator, NamedTuple, Optional, Sequence
 import torch
 from .attention_blocks import Block, Blocks, Chunk, block_part, select, shifted
-from .attention_plain import Inputs, Options, plain_attention
-from .fuse import autocast_off, differentiate
+from .attention_plain import Inputs, Options, differentiable_gradients
+from .fuse import autocast_off
 
 
 class BlockAttention(torch.autograd.Function):
@@ -21,7 +21,7 @@ class BlockAttention(torch.autograd.Function):
         blocks, q = Blocks(inputs, options), inputs.q
         shape = (*blocks.lead, blocks.num_queries, inputs.v.shape[-1])
         # as q lies in memory, since the caller's next op mostly wants it like that
-        out = _empty_as(q.expand(*blocks.lead, -1, -1), shape, q.dtype)
+        out = empty_as(q.expand(*blocks.lead, -1, -1), shape, q.dtype)
         for chunk in blocks.chunks():
             wide = blocks.scratch("out", len(chunk.q), *shape[-2:])
             for block in blocks.blocks(chunk):
@@ -34,8 +34,7 @@ class BlockAttention(torch.autograd.Function):
         inputs, options = Inputs(*ctx.saved_tensors), ctx.options
         with autocast_off(grad.device.type):
             if torch.is_grad_enabled():
-                plain = lambda *floats: plain_attention(Inputs(*floats, *inputs[6:]), options)
-                grads = differentiate(plain, inputs[:6], grad)
+                grads = differentiable_gradients(inputs, options, grad)
             else:
                 grads = _gradients(Blocks(inputs, options), grad, ctx.needs_input_grad[1:7])
             return None, *grads, None, None, None
@@ -150,7 +149,7 @@ class _Gradient:
     def __init__(self, x: torch.Tensor, blocks: Blocks):
         self.x = x
         self.shared = any(size != n for size, n in zip(x.shape, blocks.lead))
-        self.buffer = _empty_as(x, x.shape, blocks.wide if self.shared else x.dtype).zero_()
+        self.buffer = empty_as(x, x.shape, blocks.wide if self.shared else x.dtype).zero_()
 
     def add(self, chunk: Chunk, value: torch.Tensor):
         """:param value: [N, rows, features]; rows that lack are 0"""
@@ -162,7 +161,7 @@ class _Gradient:
             part.copy_(value)
 
 
-def _empty_as(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def empty_as(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """:return: of the given shape, dense, with its axes in memory in the order that they have in x"""
     order = sorted(range(x.ndim), key=lambda i: -x.stride(i))
     return x.new_empty([shape[i] for i in order], dtype=dtype).permute([order.index(i) for i in range(x.ndim)])

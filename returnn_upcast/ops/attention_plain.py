@@ -3,9 +3,10 @@ Attention as plain differentiable torch code: what it is, and what runs where no
 """
 
 from __future__ import annotations
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Tuple
 import math
 import torch
+from .fuse import differentiate
 from .matmul import product
 
 
@@ -53,6 +54,13 @@ def plain_attention(inputs: Inputs, options: Options) -> torch.Tensor:
     if inputs.keep is not None:
         weights = weights * inputs.keep * options.keep_scale
     return product(weights, v).to(inputs.q.dtype)
+
+
+def differentiable_gradients(
+    inputs: Inputs, options: Options, grad: torch.Tensor
+) -> Tuple[Optional[torch.Tensor], ...]:
+    """:return: of the first six inputs, connected to all of them and to grad, the gradient of the output"""
+    return differentiate(lambda *floats: plain_attention(Inputs(*floats, *inputs[6:]), options), inputs[:6], grad)
 
 
 def _shift(x: torch.Tensor, keys: int) -> torch.Tensor:

@@ -1,0 +1,358 @@
+// Attention on the CPU in float32, see attention_native.py.
+//
+// A worker takes one entry (of batch and heads) after another, and of it a block of queries with all their keys.
+// Energies, weights and their gradients are transposed, [keys, queries]: then no product wants a transposed copy of them,
+// and the softmax, which reduces over the keys, runs along the queries in vector registers.
+
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/native/CPUBlas.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <limits>
+
+namespace {
+
+using Vec = at::vec::Vectorized<float>;
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr int64_t ROWS = 64;  // queries of a block
+constexpr int64_t PAD = 16;   // sizes are padded to a multiple
+constexpr int64_t PANEL = 256;
+constexpr int64_t MAX_LEAD = 8;
+
+int64_t padded(int64_t n, int64_t step = PAD) { return (n + step - 1) / step * step; }
+
+// A tensor [lead..., row, column] of the caller, strides in elements. `worker` is 0 for a tensor of the inputs' dtype.
+// Gradients that several entries add to are float32 sums, one for each worker, and `worker` the stride from one to the next.
+struct Operand {
+  char* data;
+  int64_t worker, row, column, lead[MAX_LEAD];
+};
+
+enum { Q, K, V, POS, BIAS_U, BIAS_V, MASK, KEEP, OUT, LSE, GRAD_OUT, GRAD_Q, GRAD_K, GRAD_V, GRAD_POS, GRAD_U, GRAD_W, COUNT };
+
+// as attention_native.py fills it
+struct Problem {
+  int64_t workers, queries, keys, features, v_features, causal, lead_ndim, lead[MAX_LEAD];
+  Operand operands[COUNT];
+};
+
+struct Buffer {
+  float* data = nullptr;
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  ~Buffer() { c10::free_cpu(data); }
+  void resize(int64_t n) { data = static_cast<float*>(c10::alloc_cpu(std::max<int64_t>(n, 1) * sizeof(float))); }
+  operator float*() const { return data; }
+};
+
+// The sizes that products are made of: oneDNN makes a kernel for each, so they must not depend on the lengths.
+int64_t piece(int64_t n) { return n >= PANEL ? PANEL : n >= 64 ? 64 : std::min(n, PAD); }
+
+// c [m, n] (+)= a [m, k] · b [k, n]
+void product(int64_t m, int64_t n, int64_t k, const float* a, const float* b, float* c, bool add) {
+  for (int64_t i = 0, size; i < m; i += size) {
+    size = piece(m - i);
+    at::native::cpublas::brgemm(size, n, k, k, n, n, add, a + i * k, b, c + i * n);
+  }
+}
+
+// c [m, n] (+)= a [m, k] · b [k, n], where a is made by to_panels, and taken from column `start` on
+void panel_product(int64_t m, int64_t n, int64_t start, int64_t k, const float* a, const float* b, float* c, bool add) {
+  if (k == 0 && !add) std::fill_n(c, m * n, 0.f);
+  for (int64_t i = 0, size; i < k; i += size) {
+    const int64_t column = start + i, inside = column % PANEL;
+    size = piece(std::min(k - i, PANEL - inside));
+    at::native::cpublas::brgemm(m, n, size, PANEL, n, n, add || i > 0, a + (column - inside) * m + inside, b + i * n, c);
+  }
+}
+
+// [columns, rows] of x [rows, columns], PANEL rows together: strides that depend on the lengths would make kernels as well
+void to_panels(const float* x, int64_t rows, int64_t columns, float* out) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < columns; ++j) out[i / PANEL * PANEL * columns + j * PANEL + i % PANEL] = x[i * columns + j];
+}
+
+void add_row_sums(const float* x, int64_t rows, int64_t columns, float* sums) {
+  for (int64_t j = 0; j < rows; ++j)
+    for (int64_t i = 0; i < columns; ++i) sums[j] += x[j * columns + i];
+}
+
+template <typename T>
+class Worker {
+ public:
+  Worker(const Problem& p, float scale, float keep_scale, int64_t index, bool backward)
+      : p(p), scale(scale), keep_scale(keep_scale), index(index) {
+    const int64_t keys = padded(p.keys), panels = padded(p.keys, PANEL), width = std::max(p.features, p.v_features);
+    k.resize(keys * p.features), k_panels.resize(panels * p.features), key_bias.resize(keys);
+    v.resize(keys * p.v_features), v_panels.resize(panels * p.v_features);
+    q.resize(ROWS * p.features), q_columns.resize(ROWS * p.features), block.resize(ROWS * width);
+    energies.resize(keys * ROWS);
+    if (has(POS)) {
+      pos.resize(pos_rows * p.features), pos_panels.resize(padded(pos_rows, PANEL) * p.features);
+      pos_bias.resize(pos_rows), by_position.resize((padded(keys + ROWS) + PAD) * ROWS);
+    }
+    if (!backward) return;
+    grad.resize(keys * ROWS), grad_k.resize(keys * p.features), grad_v.resize(keys * p.v_features), grad_keys.resize(keys);
+    grad_out.resize(ROWS * p.v_features), out_columns.resize(ROWS * p.v_features);
+    if (has(POS)) grad_pos.resize(pos_rows * p.features), grad_positions.resize(pos_rows);
+  }
+
+  void forward(int64_t entry) {
+    load_entry(entry);
+    to_panels(v, padded(keys), p.v_features, v_panels);
+    for (int64_t start = 0; start < p.queries; start += ROWS) {
+      load_block(start);
+      compute_energies();
+      softmax();
+      panel_product(p.v_features, n, 0, used, v_panels, energies, block, false);
+      for (int64_t j = 0; j < p.v_features; ++j)
+        for (int64_t i = 0; i < n; ++i) block[j * n + i] *= inverse[i];
+      store_block(OUT, p.v_features);
+      for (int64_t i = 0; i < rows; ++i) *element<float>(LSE, start + i, 0) = lse[i];
+    }
+  }
+
+  void backward(int64_t entry) {
+    load_entry(entry);
+    to_panels(k, padded(keys), p.features, k_panels);
+    std::fill_n(grad_k.data, padded(keys) * p.features, 0.f), std::fill_n(grad_v.data, padded(keys) * p.v_features, 0.f);
+    std::fill_n(grad_keys.data, padded(keys), 0.f);
+    if (has(POS)) std::fill_n(grad_pos.data, pos_rows * p.features, 0.f), std::fill_n(grad_positions.data, pos_rows, 0.f);
+    for (int64_t start = 0; start < p.queries; start += ROWS) {
+      load_block(start);
+      load(GRAD_OUT, start, rows, n, p.v_features, grad_out);
+      transpose(grad_out, p.v_features, out_columns);
+      compute_energies();
+      product(used, n, p.v_features, v, out_columns, grad, false);
+      through_softmax();
+      product(used, p.v_features, n, energies, grad_out, grad_v, true);
+      product(used, p.features, n, grad, q, grad_k, true);
+      panel_product(p.features, n, 0, used, k_panels, grad, block, false);
+      if (has(BIAS_U)) add_row_sums(grad, used, n, grad_keys);
+      if (has(POS)) through_positions();
+      for (int64_t i = 0; i < p.features * n; ++i) block[i] *= scale;
+      store_block(GRAD_Q, p.features);
+    }
+    finish(GRAD_U, BIAS_U, grad_keys, k, grad_k, padded(keys));
+    store_rows(GRAD_K, grad_k, keys, p.keys, p.features, scale);
+    store_rows(GRAD_V, grad_v, keys, p.keys, p.v_features, 1.f);
+    if (!has(POS)) return;
+    finish(GRAD_W, BIAS_V, grad_positions, pos, grad_pos, positions);
+    store_rows(GRAD_POS, grad_pos, positions, positions, p.features, scale);
+  }
+
+ private:
+  const Problem& p;
+  const float scale, keep_scale;
+  const int64_t index, positions = p.queries + p.keys - 1, pos_rows = padded(positions) + PAD;
+  // Of an entry, in rows, and k, v, pos in panels as well. Masked keys at its end don't count as keys.
+  int64_t offsets[COUNT], keys = 0;
+  Buffer k, k_panels, v, v_panels, key_bias, pos, pos_panels, pos_bias;
+  Buffer grad_k, grad_v, grad_keys, grad_pos, grad_positions;
+  // Of a block: queries from `first` on, keys from 0 on; n and `used` are `rows` and `attended` with padding
+  int64_t first = 0, rows = 0, n = 0, attended = 0, used = 0;
+  Buffer q, q_columns, grad_out, out_columns, energies, grad, by_position, block;
+  float lse[ROWS], inverse[ROWS];
+
+  bool has(int i) const { return p.operands[i].data != nullptr; }
+
+  template <typename X>
+  X* element(int i, int64_t row, int64_t column) const {
+    const Operand& x = p.operands[i];
+    return reinterpret_cast<X*>(x.data) + offsets[i] + index * x.worker + row * x.row + column * x.column;
+  }
+
+  // rows from `start` on, and zeros up to `size`
+  void load(int i, int64_t start, int64_t count, int64_t size, int64_t features, float* out) {
+    const int64_t step = p.operands[i].column;
+    for (int64_t row = 0; row < count; ++row) {
+      const T* x = element<T>(i, start + row, 0);
+      for (int64_t j = 0; j < features; ++j) out[row * features + j] = static_cast<float>(x[j * step]);
+    }
+    std::fill_n(out + count * features, (size - count) * features, 0.f);
+  }
+
+  void load_entry(int64_t entry) {
+    for (int i = 0; i < COUNT; ++i) {
+      offsets[i] = 0;
+      int64_t rest = entry;
+      for (int64_t d = p.lead_ndim; d-- > 0; rest /= p.lead[d]) offsets[i] += rest % p.lead[d] * p.operands[i].lead[d];
+    }
+    keys = p.keys;
+    if (has(MASK) && p.operands[MASK].row == 0)
+      while (keys > 0 && !*element<bool>(MASK, 0, keys - 1)) --keys;
+    load(K, 0, keys, padded(keys), p.features, k);
+    load(V, 0, keys, padded(keys), p.v_features, v);
+    load_bias(BIAS_U, k, padded(keys), key_bias);
+    if (!has(POS)) return;
+    load(POS, 0, positions, pos_rows, p.features, pos);
+    to_panels(pos, pos_rows, p.features, pos_panels);
+    load_bias(BIAS_V, pos, pos_rows, pos_bias);
+  }
+
+  // scale * bias·x for all rows of x
+  void load_bias(int i, const float* x, int64_t count, float* out) {
+    std::fill_n(out, count, 0.f);
+    for (int64_t j = 0; has(i) && j < p.features; ++j) {
+      const float bias = scale * *element<float>(i, 0, j);
+      for (int64_t row = 0; row < count; ++row) out[row] += bias * x[row * p.features + j];
+    }
+  }
+
+  void load_block(int64_t start) {
+    first = start, rows = std::min(ROWS, p.queries - start), n = padded(rows);
+    attended = p.causal ? std::min(keys, start + rows) : keys, used = padded(attended);
+    load(Q, start, rows, n, p.features, q);
+    transpose(q, p.features, q_columns);
+  }
+
+  void transpose(const float* x, int64_t columns, float* out) {
+    for (int64_t j = 0; j < columns; ++j)
+      for (int64_t i = 0; i < n; ++i) out[j * n + i] = x[i * columns + j];
+  }
+
+  // Query i and key j of the block have the position j - i + last_position(), and by_position starts at a multiple of PAD.
+  int64_t last_position() const { return p.queries - 1 - first; }
+  int64_t start_position() const { return (last_position() - rows + 1) / PAD * PAD; }
+  int64_t used_positions() const { return padded(last_position() + attended - start_position()); }
+  float* relative(int64_t j) const { return by_position + (j + last_position() - start_position()) * n; }  // of query 0
+
+  void compute_energies() {
+    product(used, n, p.features, k, q_columns, energies, false);
+    for (int64_t j = 0; j < used; ++j)
+      for (int64_t i = 0; i < n; ++i) energies[j * n + i] = energies[j * n + i] * scale + key_bias[j];
+    if (has(POS)) {
+      product(used_positions(), n, p.features, pos + start_position() * p.features, q_columns, by_position, false);
+      const float* bias = pos_bias + last_position();
+      for (int64_t j = 0; j < attended; ++j)
+        for (int64_t i = 0; i < rows; ++i) energies[j * n + i] += scale * relative(j)[i - i * n] + bias[j - i];
+    }
+    fill_masked(energies, -INF);
+  }
+
+  void through_positions() {
+    std::fill_n(by_position.data, used_positions() * n, 0.f);
+    for (int64_t j = 0; j < attended; ++j)
+      for (int64_t i = 0; i < rows; ++i) relative(j)[i - i * n] = grad[j * n + i];
+    panel_product(p.features, n, start_position(), used_positions(), pos_panels, by_position, block, true);
+    product(used_positions(), p.features, n, by_position, q, grad_pos + start_position() * p.features, true);
+    if (has(BIAS_V)) add_row_sums(by_position, used_positions(), n, grad_positions + start_position());
+  }
+
+  void fill_masked(float* x, float value) {
+    std::fill_n(x + attended * n, (used - attended) * n, value);
+    for (int64_t j = first + 1; p.causal && j < attended; ++j) std::fill_n(x + j * n, j - first, value);
+    const int64_t step = p.operands[MASK].row;
+    for (int64_t j = 0; has(MASK) && j < attended; ++j) {
+      const bool* mask = element<bool>(MASK, first, j);
+      if (step == 0 && !*mask) std::fill_n(x + j * n, n, value);
+      for (int64_t i = 0; step != 0 && i < rows; ++i) x[j * n + i] = mask[i * step] ? x[j * n + i] : value;
+    }
+  }
+
+  void drop(float* x, float factor) {
+    const int64_t step = p.operands[KEEP].row;
+    for (int64_t j = 0; has(KEEP) && j < attended; ++j) {
+      const bool* keep = element<bool>(KEEP, first, j);
+      for (int64_t i = 0; i < rows; ++i) x[j * n + i] *= keep[i * step] ? factor : 0.f;
+    }
+  }
+
+  // Energies become weights without their common factor, `inverse`, and the dropped ones 0. A query without keys has weights of 0.
+  void softmax() {
+    for (int64_t i = 0; i < n; i += Vec::size()) {
+      Vec max(-INF), sum(0.f);
+      for (int64_t j = 0; j < used; ++j) max = at::vec::maximum(max, Vec::loadu(energies + j * n + i));
+      const Vec none = max == Vec(-INF);
+      max = Vec::blendv(max, Vec(0.f), none);
+      for (int64_t j = 0; j < used; ++j) {
+        const Vec weight = (Vec::loadu(energies + j * n + i) - max).exp();
+        weight.store(energies + j * n + i);
+        sum = sum + weight;
+      }
+      Vec::blendv(max + sum.log(), Vec(INF), none).store(lse + i);
+      Vec::blendv(Vec(keep_scale) / sum, Vec(0.f), none).store(inverse + i);
+    }
+    fill_masked(energies, 0.f);  // a row of NaN has them in the masked keys, too
+    drop(energies, 1.f);
+  }
+
+  // Energies become weights as the values see them, `grad` of the weights becomes that of the energies.
+  void through_softmax() {
+    std::fill_n(lse, ROWS, INF);  // padding has weights of 0
+    for (int64_t i = 0; i < rows; ++i) lse[i] = *element<float>(LSE, first + i, 0);
+    drop(grad, keep_scale);
+    for (int64_t i = 0; i < n; i += Vec::size()) {
+      Vec sum(0.f);
+      for (int64_t j = 0; j < used; ++j) {
+        const Vec weight = (Vec::loadu(energies + j * n + i) - Vec::loadu(lse + i)).exp();
+        weight.store(energies + j * n + i);
+        sum = at::vec::fmadd(weight, Vec::loadu(grad + j * n + i), sum);
+      }
+      for (int64_t j = 0; j < used; ++j)
+        (Vec::loadu(energies + j * n + i) * (Vec::loadu(grad + j * n + i) - sum)).store(grad + j * n + i);
+    }
+    fill_masked(energies, 0.f), fill_masked(grad, 0.f);
+    drop(energies, keep_scale);
+  }
+
+  void store(int i, int64_t row, int64_t column, float value) {
+    if (p.operands[i].worker != 0)
+      *element<float>(i, row, column) += value;
+    else
+      *element<T>(i, row, column) = static_cast<T>(value);
+  }
+
+  // `block` is [features, n]
+  void store_block(int target, int64_t features) {
+    for (int64_t i = 0; has(target) && i < rows; ++i)
+      for (int64_t j = 0; j < features; ++j) store(target, first + i, j, block[j * n + i]);
+  }
+
+  void store_rows(int target, const float* x, int64_t count, int64_t size, int64_t features, float factor) {
+    for (int64_t row = 0; has(target) && row < size; ++row)
+      for (int64_t j = 0; j < features; ++j) store(target, row, j, row < count ? factor * x[row * features + j] : 0.f);
+  }
+
+  // bias·x is part of the energies, whose gradients have the sums `sums` over the queries.
+  void finish(int target, int source, const float* sums, const float* x, float* grad_x, int64_t count) {
+    for (int64_t j = 0; has(source) && j < p.features; ++j) {
+      const float bias = *element<float>(source, 0, j);
+      float total = 0.f;
+      for (int64_t row = 0; row < count; ++row) {
+        total += sums[row] * x[row * p.features + j];
+        grad_x[row * p.features + j] += sums[row] * bias;
+      }
+      if (has(target)) store(target, 0, j, scale * total);
+    }
+  }
+};
+
+template <typename T>
+void run(const Problem& p, float scale, float keep_scale, bool backward) {
+  int64_t entries = 1;
+  for (int64_t d = 0; d < p.lead_ndim; ++d) entries *= p.lead[d];
+  at::parallel_for(0, p.workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index) {
+      Worker<T> worker(p, scale, keep_scale, index, backward);
+      for (int64_t entry = index; entry < entries; entry += p.workers)  // neighbours are heads, of the same lengths
+        backward ? worker.backward(entry) : worker.forward(entry);
+    }
+  });
+}
+
+}  // namespace
+
+// Returns 0, or 1 and a message.
+extern "C" int attention(const Problem* p, double scale, double keep_scale, bool half, bool backward, char* message, size_t size) {
+  try {
+    (half ? run<at::Half> : run<at::BFloat16>)(*p, scale, keep_scale, backward);
+    return 0;
+  } catch (const std::exception& error) {
+    std::snprintf(message, size, "%s", error.what());
+    return 1;
+  }
+}

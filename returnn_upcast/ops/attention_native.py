@@ -1,0 +1,207 @@
+"""
+Attention on the CPU in bf16 and f16 as C++ code: float32 energies, softmax and sums, nothing quadratic is kept.
+
+Why not from torch's ops as in :mod:`.attention_fused`: its float32 products of this size reach half of what oneDNN's
+kernels for blocks do, and each step between them goes through the memory once more. (Measured, causal,
+[8, 8, 400, 64], forward and backward: 44 ms against 113 ms; torch's own flash kernel in bf16: 109 ms.)
+
+The code is compiled at the first use, by RETURNN's helper for that and into its cache; it takes a C++ compiler, as
+``torch.compile`` does. Without one, or where oneDNN has no such kernels, the blocks of :mod:`.attention_fused` run.
+"""
+
+from __future__ import annotations
+from typing import Any, List, Optional, Sequence
+import ctypes
+import io
+import logging
+import math
+import os
+import threading
+import time
+import torch
+from .attention_fused import empty_as
+from .attention_plain import Inputs, Options, differentiable_gradients
+from .fuse import autocast_off, compile_enabled
+
+log = logging.getLogger("returnn.frontend.upcast")
+
+MIN_ENERGIES = 32_768  # with less, the blocks are as fast, and nobody waits for a compiler
+MIN_QUERIES = 8  # the code pads them to a multiple of 16
+
+_SOURCE = os.path.join(os.path.dirname(__file__), "attention_native.cpp")
+_MAX_LEAD = 8  # as in the source
+_ARCH_FLAGS = {"AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma"], "AVX2": ["-mavx2", "-mfma"]}
+_UNSET = object()
+
+_function: Any = _UNSET
+_lock = threading.Lock()
+
+
+def may_run(inputs: Inputs) -> bool:
+    """
+    :param inputs: as for :class:`NativeAttention`
+    :return: whether these inputs are for the native code, and it is there; compiles it if not done yet
+    """
+    q, k = inputs.q, inputs.k
+    if q.device.type != "cpu" or q.dtype not in (torch.bfloat16, torch.float16) or inputs.bias is not None:
+        return False
+    lead = _lead(inputs)
+    if q.shape[-2] < MIN_QUERIES or math.prod(lead) * q.shape[-2] * k.shape[-2] < MIN_ENERGIES:
+        return False
+    # entries are what the threads share
+    fits = min(torch.get_num_threads(), 4) <= math.prod(lead) and len(lead) <= _MAX_LEAD
+    return fits and compile_enabled() and _native() is not None
+
+
+class NativeAttention(torch.autograd.Function):
+    """``apply(options, *inputs)`` -> [..., Tq, V] in the dtype of q. Saves the inputs and one float32 for each query"""
+
+    @staticmethod
+    def forward(ctx, options: Options, *tensors: Optional[torch.Tensor]) -> torch.Tensor:
+        inputs = Inputs(*tensors)
+        lead, queries = _lead(inputs), inputs.q.shape[-2]
+        # as q lies in memory, since the caller's next op mostly wants it like that
+        out = empty_as(inputs.q.expand(*lead, -1, -1), (*lead, queries, inputs.v.shape[-1]), inputs.q.dtype)
+        lse = inputs.q.new_empty((*lead, queries, 1), dtype=torch.float32)
+        _call(inputs, options, out=out, lse=lse)
+        ctx.save_for_backward(*inputs, lse)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        *inputs, lse = ctx.saved_tensors
+        inputs = Inputs(*inputs)
+        with autocast_off("cpu"):
+            if torch.is_grad_enabled():
+                grads = differentiable_gradients(inputs, ctx.options, grad)
+            else:
+                grads = _gradients(inputs, ctx.options, lse, grad, ctx.needs_input_grad[1:7])
+            return None, *grads, None, None, None
+
+
+def _gradients(inputs: Inputs, options: Options, lse, grad_out, needed: Sequence[bool]) -> List[Optional[torch.Tensor]]:
+    """:return: of q, k, v, pos, bias_u, bias_v, in their dtypes; None where not needed"""
+    lead, grads, sums = _lead(inputs), [None] * 6, [None] * 6
+    for i, x in enumerate(inputs[:6]):
+        if not needed[i]:
+            continue
+        if x.shape[:-2] == lead and x.dtype == inputs.q.dtype:
+            grads[i] = empty_as(x, x.shape, x.dtype)
+        else:
+            sums[i] = x.new_zeros((_workers(lead), *x.shape), dtype=torch.float32)
+    _call(inputs, options, lse=lse, grad_out=grad_out, grads=grads, sums=sums)
+    return [grad if x is None else x.sum(0).to(inputs[i].dtype) for i, (grad, x) in enumerate(zip(grads, sums))]
+
+
+def _lead(inputs: Inputs) -> torch.Size:
+    return torch.broadcast_shapes(*(x.shape[:-2] for x in inputs if x is not None))
+
+
+def _workers(lead: Sequence[int]) -> int:
+    return max(1, min(torch.get_num_threads(), math.prod(lead)))
+
+
+def _call(
+    inputs: Inputs,
+    options: Options,
+    *,
+    lse: torch.Tensor,
+    out: Optional[torch.Tensor] = None,
+    grad_out: Optional[torch.Tensor] = None,
+    grads: Sequence[Optional[torch.Tensor]] = (None,) * 6,
+    sums: Sequence[Optional[torch.Tensor]] = (None,) * 6,
+    function: Any = None,
+):
+    """
+    :param inputs:
+    :param options:
+    :param lse: float32 [..., Tq, 1], log-sum-exp of the energies: written with out, read with grad_out
+    :param out: [..., Tq, V], to write
+    :param grad_out: [..., Tq, V]
+    :param grads: of q, k, v, pos, bias_u, bias_v, to write
+    :param sums: the same in float32 with a leading axis of the workers, added to; for those to which entries broadcast
+    :param function: default: the compiled one
+    """
+    q, k, v = inputs[:3]
+    lead = _lead(inputs)
+    weights = (*lead, q.shape[-2], k.shape[-2])
+    # the source's struct Problem
+    fields = [_workers(lead), q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], int(options.causal), len(lead)]
+    fields += [*lead, *[0] * (_MAX_LEAD - len(lead))]
+    keep_alive = [b if b is None else b.float() for b in inputs[4:6]]
+    masks = (x if x is None else x.expand(weights) for x in inputs[7:])
+    for x in (*inputs[:4], *keep_alive, *masks, out, lse, grad_out):
+        fields += _operand(x, lead)
+    for grad, x in zip(grads, sums):
+        fields += _operand(grad, lead) if x is None else _operand(x[0], lead, worker=x.stride(0))
+    message = ctypes.create_string_buffer(500)
+    problem = (ctypes.c_int64 * len(fields))(*fields)
+    half, backward = q.dtype == torch.float16, grad_out is not None
+    function = _native() if function is None else function
+    if function(problem, options.scale, options.keep_scale, half, backward, message, len(message)):
+        raise RuntimeError(f"rf_upcast: attention failed: {message.value.decode()}")
+
+
+def _operand(x: Optional[torch.Tensor], lead: Sequence[int], worker: int = 0) -> List[int]:
+    """:return: the source's struct Operand"""
+    if x is None:
+        return [0] * (4 + _MAX_LEAD)
+    *strides, row, column = x.expand(*lead, -1, -1).stride()
+    return [x.data_ptr(), worker, row, column, *strides, *[0] * (_MAX_LEAD - len(strides))]
+
+
+def _native() -> Optional[Any]:
+    """:return: the compiled function, None if it can't be had"""
+    global _function
+    if _function is _UNSET:
+        with _lock:
+            if _function is _UNSET:
+                _function = _try_to_load()
+    return _function
+
+
+def _try_to_load() -> Optional[Any]:
+    start = time.perf_counter()
+    try:
+        function = _load()
+        # oneDNN may have no such kernels for this CPU
+        q = torch.zeros(1, 16, 16, dtype=torch.bfloat16)
+        _call(Inputs(q, q, q), Options(False, 1.0, 1.0), out=q.clone(), lse=torch.empty(1, 16, 1), function=function)
+    except Exception as exc:
+        reason = str(exc).strip().split("\n")[0]
+        log.warning("rf_upcast: no native attention here (%s: %s), using torch's ops", type(exc).__name__, reason)
+        return None
+    log.info("rf_upcast: compiled attention_native in %.1f s", time.perf_counter() - start)
+    return function
+
+
+def _load() -> Any:
+    from returnn.torch.util.native_op_code_compiler import OpCodeCompiler
+
+    capability = torch.backends.cpu.get_cpu_capability()
+
+    class Compiler(OpCodeCompiler):
+        """for the same instructions as torch's own kernels"""
+
+        def _transform_compiler_opts(self, opts):
+            return [*super()._transform_compiler_opts(opts), "-O3", "-fopenmp", *_ARCH_FLAGS.get(capability, ())]
+
+    with open(_SOURCE) as source:
+        code = source.read()
+    compiler = Compiler(
+        "returnn_upcast_attention",
+        code=code,
+        use_cuda_if_available=False,
+        c_macro_defines={"CPU_CAPABILITY": capability, f"CPU_CAPABILITY_{capability}": 1},
+        log_stream=io.StringIO(),
+    )
+    function = compiler.load_lib_ctypes().attention
+    function.argtypes = [
+        ctypes.c_void_p,
+        *[ctypes.c_double] * 2,
+        *[ctypes.c_bool] * 2,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+    ]
+    return function
