@@ -3,6 +3,7 @@ Every test starts with RETURNN as it is installed: torch backend, no config, no 
 """
 
 from __future__ import annotations
+import math
 import os
 import pytest
 import torch
@@ -11,6 +12,7 @@ from returnn.config import global_config_ctx
 from returnn.util.basic import BehaviorVersion
 import returnn_upcast
 from returnn_upcast import config
+from returnn_upcast.ops import attention_native
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 torch.set_num_threads(2)
@@ -36,3 +38,12 @@ def fresh_returnn():
 def installed(fresh_returnn):
     """the hooks in place, the policy off"""
     returnn_upcast.install()
+
+
+@pytest.fixture(params=["blocks", "native"])
+def attention_path(request, monkeypatch) -> str:
+    """
+    :return: what attention on the CPU in low precision runs by, whatever the sizes (where no trace wants the plain ops)
+    """
+    monkeypatch.setattr(attention_native, "MIN_ENERGIES", 0 if request.param == "native" else math.inf)
+    return request.param

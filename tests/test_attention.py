@@ -20,6 +20,8 @@ keys = seq_dim("keys", KEY_LENS, batch)
 MODE_NAMES = ["bf16", "f16", "amp-bf16"]
 OUTPUT, GRAD = 1.4, 3.0
 
+pytestmark = pytest.mark.usefixtures("attention_path")
+
 
 def _reference(q, k, v, *, key_lens=None, causal=False, mask=None, scale=None):
     """[B, T, H, K] each, float64, written out"""

@@ -22,6 +22,8 @@ CLASSES = {
     "RelPosCausalSelfAttention": rf.RelPosCausalSelfAttention,
 }
 
+pytestmark = pytest.mark.usefixtures("attention_path")
+
 
 def _module(cls, dtype, **kwargs):
     with rf.set_default_float_dtype_ctx(dtype):

@@ -12,6 +12,8 @@ from returnn_upcast.ops import attention_blocks
 from returnn_upcast.ops.attention import attention, rel_pos_attention
 from tolerances import relative_error, tolerance
 
+pytestmark = pytest.mark.usefixtures("attention_path")
+
 
 def _randn(*shape, seed, std=1.0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * std
@@ -143,8 +145,10 @@ def test_nothing_quadratic_is_kept():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         attention(q, k, v)
-    assert sum(t.numel() for t in kept) <= 3 * q.numel()
-    assert all(t.dtype == torch.bfloat16 for t in kept)
+    low = [t for t in kept if t.dtype == torch.bfloat16]
+    assert sum(t.numel() for t in low) <= 3 * q.numel()
+    # the statistics of a query
+    assert sum(t.numel() for t in kept) - sum(t.numel() for t in low) <= 2 * 300
 
 
 def test_plain_where_somebody_traces_or_differentiates():
@@ -164,13 +168,13 @@ def test_plain_where_somebody_traces_or_differentiates():
     assert relative_error(leaf.grad, wide.grad) < 0.05
 
 
-def test_says_once_which_path(caplog):
+def test_says_once_which_path(attention_path, caplog):
     module._logged.clear()
     caplog.set_level(logging.DEBUG, "returnn.frontend.upcast")
     q = _randn(2, 5, 8, seed=0).to(torch.bfloat16)
     for _ in range(2):
         attention(q, q, q)
-    assert [r.message.split("'")[1] for r in caplog.records] == ["blocks"]
+    assert [r.message.split("'")[1] for r in caplog.records] == [attention_path]
 
 
 def test_wrong_number_of_positions():

@@ -25,8 +25,7 @@ from .fuse import autocast_off, compile_enabled
 
 log = logging.getLogger("returnn.frontend.upcast")
 
-MIN_ENERGIES = 32_768  # with less, the blocks are as fast, and nobody waits for a compiler
-MIN_QUERIES = 8  # the code pads them to a multiple of 16
+MIN_ENERGIES = 32_768  # with less, nobody waits for a compiler
 
 _SOURCE = os.path.join(os.path.dirname(__file__), "attention_native.cpp")
 _MAX_LEAD = 8  # as in the source
@@ -46,7 +45,7 @@ def may_run(inputs: Inputs) -> bool:
     if q.device.type != "cpu" or q.dtype not in (torch.bfloat16, torch.float16) or inputs.bias is not None:
         return False
     lead = _lead(inputs)
-    if q.shape[-2] < MIN_QUERIES or math.prod(lead) * q.shape[-2] * k.shape[-2] < MIN_ENERGIES:
+    if math.prod(lead) * q.shape[-2] * k.shape[-2] < MIN_ENERGIES:
         return False
     # entries are what the threads share
     fits = min(torch.get_num_threads(), 4) <= math.prod(lead) and len(lead) <= _MAX_LEAD

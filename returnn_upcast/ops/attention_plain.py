@@ -43,14 +43,15 @@ def plain_attention(inputs: Inputs, options: Options) -> torch.Tensor:
     energies = energies * options.scale
     if bias is not None:
         energies = energies + bias
+    mask = inputs.mask
     if options.causal:
         past = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        energies = energies.masked_fill(~past, -math.inf)
-    if inputs.mask is not None:
-        energies = energies.masked_fill(~inputs.mask, -math.inf)
+        mask = past if mask is None else mask & past
+    if mask is not None:
+        energies = energies.masked_fill(~mask, -math.inf)
     weights = energies.softmax(-1)
     if inputs.mask is not None:
-        weights = weights.masked_fill(~inputs.mask, 0.0)  # softmax over nothing is NaN
+        weights = weights.masked_fill(~mask, 0.0)  # softmax over nothing is NaN
     if inputs.keep is not None:
         weights = weights * inputs.keep * options.keep_scale
     return product(weights, v).to(inputs.q.dtype)
