@@ -1,0 +1,213 @@
+"""
+The C++ code of attention: all layouts, sizes and options against float64, and what happens where it can't be compiled.
+"""
+
+from __future__ import annotations
+from typing import NamedTuple, Optional, Tuple
+import logging
+import math
+import shutil
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from returnn_upcast.ops import attention as module
+from returnn_upcast.ops import attention_native as native
+from returnn_upcast.ops.attention import attention
+from returnn_upcast.ops.attention_plain import Inputs, Options
+from tolerances import relative_error
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+
+# Largest error of one rounding: single elements show it, where tolerances of norms speak of the average
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-5}
+
+
+def _reference(x: Inputs, options: Options) -> torch.Tensor:
+    """in float64; a query without keys gives 0"""
+    queries, keys = x.q.shape[-2], x.k.shape[-2]
+    energies = (x.q if x.bias_u is None else x.q + x.bias_u) @ x.k.mT
+    if x.pos is not None:
+        index = torch.arange(keys)[None] - torch.arange(queries)[:, None] + queries - 1
+        by_position = (x.q if x.bias_v is None else x.q + x.bias_v) @ x.pos.mT
+        energies = energies + by_position.gather(-1, index.expand(*by_position.shape[:-2], -1, -1))
+    mask = torch.ones(queries, keys, dtype=torch.bool)
+    mask = mask.tril() if options.causal else mask
+    mask = (mask if x.mask is None else mask & x.mask).expand(energies.shape if x.mask is None else _full(energies, x))
+    weights = (energies * options.scale).masked_fill(~mask, -1e30).softmax(-1).masked_fill(~mask, 0.0)
+    return (weights if x.keep is None else weights * x.keep * options.keep_scale) @ x.v
+
+
+def _full(energies: torch.Tensor, x: Inputs) -> torch.Size:
+    return torch.broadcast_shapes(energies.shape, x.mask.shape)
+
+
+class Case(NamedTuple):
+    """What one random attention is made of"""
+
+    seed: int
+    dtype: torch.dtype
+    lead: Tuple[int, ...]
+    queries: int
+    keys: int
+    features: int
+    v_features: int
+    causal: bool
+    relative: bool
+    biases: Optional[torch.dtype]  # of the queries
+    mask: Optional[str]
+    dropout: bool
+
+
+cases = st.builds(
+    Case,
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    lead=st.sampled_from([(1,), (3,), (2, 3), (2, 1, 2)]),
+    queries=st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 130]),
+    keys=st.sampled_from([1, 3, 16, 17, 64, 100, 255, 256, 257]),
+    features=st.sampled_from([1, 3, 16, 17, 64, 80]),
+    v_features=st.sampled_from([1, 5, 16, 33, 64]),
+    causal=st.booleans(),
+    relative=st.booleans(),
+    biases=st.sampled_from([None, torch.float32, torch.bfloat16]),
+    mask=st.sampled_from([None, "lengths", "keys", "all"]),
+    dropout=st.booleans(),
+)
+
+
+def _inputs(case: Case) -> Inputs:
+    generator = torch.Generator().manual_seed(case.seed)
+    number = lambda n: int(torch.randint(n, (), generator=generator))
+    lead = lambda: tuple(1 if number(4) == 0 else n for n in case.lead)  # some broadcast
+
+    def some(rows: int, columns: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
+        x = torch.randn(*lead(), rows, columns, generator=generator).to(dtype)
+        layout = number(4)
+        if layout == 1:
+            return x.mT.contiguous().mT
+        if layout == 2:
+            return torch.cat([x, x], -1)[..., :columns]
+        return x.transpose(0, -2).contiguous().transpose(0, -2) if layout == 3 else x
+
+    queries, keys, features = case.queries, case.keys, case.features
+    bias = lambda: None if case.biases is None else some(1, features, case.biases)
+    masks = {
+        None: lambda: None,
+        "lengths": lambda: torch.arange(keys) < torch.randint(keys + 1, (*lead(), 1, 1), generator=generator),
+        "keys": lambda: torch.rand(*lead(), 1, keys, generator=generator) < 0.7,
+        "all": lambda: torch.rand(*lead(), queries, keys, generator=generator) < 0.3,
+    }
+    return Inputs(
+        some(queries, features),
+        some(keys, features),
+        some(keys, case.v_features),
+        some(queries + keys - 1, features) if case.relative else None,
+        bias(),
+        bias() if case.relative else None,
+        mask=masks[case.mask](),
+        keep=torch.rand(*lead(), queries, keys, generator=generator) < 0.8 if case.dropout else None,
+    )
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(case=cases)
+def test_all_layouts(case: Case):
+    inputs = _inputs(case)
+    options = Options(case.causal, case.features**-0.5, 1.25 if case.dropout else 1.0)
+    leaves = [x if x is None else x.detach().requires_grad_(True) for x in inputs[:6]]
+    wide = [x if x is None else x.detach().double().requires_grad_(True) for x in inputs[:6]]
+    out = native.NativeAttention.apply(options, *leaves, *inputs[6:])
+    expected = _reference(Inputs(*wide, *inputs[6:]), options)
+    assert out.shape == expected.shape and out.dtype == case.dtype
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(case.seed)).to(case.dtype)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert relative_error(out, expected.detach()) <= ROUNDING[case.dtype]
+    for a, b in zip(leaves, wide):
+        if a is not None:
+            # where a gradient cancels, the rest is as large as float32 leaves it
+            rest = 1e-5 * float(grad.double().norm())
+            assert float((a.grad.double() - b.grad).norm()) <= ROUNDING[a.dtype] * float(b.grad.norm()) + rest
+
+
+def _qkv(queries: int = 100, keys: int = 100) -> Tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(
+        torch.randn(8, n, 16, generator=generator).to(torch.bfloat16).requires_grad_(True)
+        for n in (queries, keys, keys)
+    )
+
+
+def test_large_energies_in_an_unfull_block():
+    """the padding of a block has these energies as well, and must not overflow"""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 17, 8, generator=generator).to(torch.bfloat16) for _ in range(3))
+    bias, options = torch.full((2, 1, 8), 300.0), Options(False, 1.0, 1.0)
+    leaves = [x.clone().requires_grad_(True) for x in (q, k.abs(), v)]
+    out = native.NativeAttention.apply(options, *Inputs(*leaves, bias_u=bias))
+    out.sum().backward()
+    wide = [x.detach().double() for x in leaves]
+    assert relative_error(out.detach(), _reference(Inputs(*wide, bias_u=bias.double()), options)) <= ROUNDING[q.dtype]
+    assert all(x.grad.isfinite().all() for x in leaves)
+
+
+@pytest.mark.usefixtures("attention_path")
+def test_masked_keys_have_no_gradient_where_another_key_is_nan():
+    q, k, v = _qkv()
+    with torch.no_grad():
+        k[:, 10] = math.nan
+    mask = (torch.arange(100) != 50)[None, None].expand(8, 100, 100)
+    attention(q, k, v, mask=mask).sum().backward()
+    for x in (k, v):
+        assert not x.grad[:, 50].any() and x.grad[:, 51].isnan().all()
+
+
+def test_does_not_depend_on_the_threads():
+    q, k, v = _qkv()
+    expected = attention(q, k, v, is_causal=True)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(attention(q, k, v, is_causal=True), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_sizes_without_elements(monkeypatch):
+    monkeypatch.setattr(native, "MIN_ENERGIES", 0)
+    for lead, queries, keys in [((0,), 5, 5), ((2,), 0, 5), ((2,), 5, 0), ((2, 0), 5, 5)]:
+        q, k, v = (torch.randn(*lead, n, 8).to(torch.bfloat16).requires_grad_(True) for n in (queries, keys, keys))
+        out = attention(q, k, v)
+        out.sum().backward()
+        assert out.shape == q.shape and not out.any() and not any(x.grad.any() for x in (q, k, v))
+
+
+@pytest.mark.parametrize("reason", ["no compiler", "no kernels", "option"])
+def test_blocks_where_it_cannot_be_compiled(reason, monkeypatch, caplog):
+    """the same numbers, and one warning that says why"""
+    q, k, v = _qkv()
+    expected = attention(q, k, v)
+    monkeypatch.setattr(module, "_logged", set())
+    monkeypatch.setattr(native, "_function", native._UNSET)
+    if reason == "option":
+        monkeypatch.setenv("RETURNN_UPCAST_COMPILE", "0")
+    elif reason == "no compiler":
+        monkeypatch.setenv("CXX", "/nowhere")
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    else:
+        monkeypatch.setattr(native, "_load", lambda: lambda *args: 1)
+    caplog.set_level(logging.DEBUG, "returnn.frontend.upcast")
+    for _ in range(2):
+        out = attention(q, k, v)
+    assert relative_error(out.detach(), expected.detach().double()) <= ROUNDING[torch.bfloat16]
+    assert [r.message.split("'")[1] for r in caplog.records if r.levelno == logging.DEBUG] == ["blocks"]
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == (0 if reason == "option" else 1)
+    assert all("no native attention" in w for w in warnings)
+
+
+def test_nobody_waits_for_a_compiler_for_small_inputs(monkeypatch):
+    monkeypatch.setattr(native, "_function", native._UNSET)
+    monkeypatch.setattr(native, "_load", lambda: pytest.fail("compiled"))
+    q, k, v = _qkv(8, math.ceil(native.MIN_ENERGIES / 64) - 1)
+    attention(q, k, v)
