@@ -152,14 +152,18 @@ def test_large_energies_in_an_unfull_block():
 
 
 @pytest.mark.usefixtures("attention_path")
-def test_masked_keys_have_no_gradient_where_another_key_is_nan():
-    q, k, v = _qkv()
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_keys_have_no_gradient_where_another_key_is_nan(causal):
+    """the same by the plain path, which a bias with a gradient takes"""
+    q, k, v = _qkv(100, 120)
     with torch.no_grad():
         k[:, 10] = math.nan
-    mask = (torch.arange(100) != 50)[None, None].expand(8, 100, 100)
-    attention(q, k, v, mask=mask).sum().backward()
-    for x in (k, v):
-        assert not x.grad[:, 50].any() and x.grad[:, 51].isnan().all()
+    mask = None if causal else (torch.arange(120) < 100)[None, None].expand(8, 100, 120)
+    for bias in ({}, {"bias": torch.zeros(100, 120, requires_grad=True)}):
+        k.grad = v.grad = None
+        attention(q, k, v, mask=mask, is_causal=causal, **bias).sum().backward()
+        for x in (k, v):
+            assert not x.grad[:, 100:].any() and x.grad[:, :99].isnan().all()
 
 
 def test_does_not_depend_on_the_threads():

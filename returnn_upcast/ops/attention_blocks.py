@@ -185,27 +185,24 @@ class Blocks:
         if mask is not None:
             energies.masked_fill_(~mask, -math.inf)
         torch.softmax(energies, -1, out=weights)
-        if mask is not None:
-            dead = ~mask.any(-1, keepdim=True)
-            if self.device != "cpu" or dead.any():
-                weights.masked_fill_(dead, 0.0)  # softmax over nothing is NaN
+        self.mask_nan(chunk, block, weights)
         return weights
 
-    def mask_gradient(self, chunk: Chunk, block: Block, grad: torch.Tensor):
+    def mask_nan(self, chunk: Chunk, block: Block, x: torch.Tensor):
         """
-        In a row with NaN, softmax and its derivative are NaN for the masked keys as well, whose energies are no input.
+        Softmax and its derivative are NaN in a row with NaN, and in one without any key: for the masked keys as well.
 
-        :param grad: of the energies, [N, rows, keys], set to 0 where they are masked
+        :param x: weights, or gradient of the energies, [N, rows, keys], set to 0 where the energies are masked
         """
         if not (self.options.causal or chunk.mask is not None):
             return
-        if self.device == "cpu" and not grad[..., :1].isnan().any():  # all of such a row is NaN
+        if self.device == "cpu" and not x[..., :1].isnan().any():  # all of such a row is NaN
             return
         if chunk.mask is not None:
-            grad.masked_fill_(~block_part(chunk.mask, block), 0.0)
+            x.masked_fill_(~block_part(chunk.mask, block), 0.0)
         if self.options.causal:
-            past = torch.ones(grad.shape[1:], dtype=torch.bool, device=grad.device).tril_(block.rows.start)
-            grad.masked_fill_(~past, 0.0)
+            past = torch.ones(x.shape[1:], dtype=torch.bool, device=x.device).tril_(block.rows.start)
+            x.masked_fill_(~past, 0.0)
 
     def _causal(self, energies: torch.Tensor, mask: Optional[torch.Tensor], block: Block) -> Optional[torch.Tensor]:
         """:return: mask that is yet to be applied"""

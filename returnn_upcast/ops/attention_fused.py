@@ -98,7 +98,7 @@ def _block_gradients(blocks: Blocks, chunk: Chunk, block: Block, grad_out: torch
     # coarse as the rounded output: it hurts where one weight dominates.
     through = blocks.scratch("through", *weights.shape)
     grad = torch.ops.aten._softmax_backward_data.out(grad, weights, -1, blocks.wide, grad_input=through)
-    blocks.mask_gradient(chunk, block, grad)
+    blocks.mask_nan(chunk, block, grad)
     if keep is not None:
         weights *= keep
     if sums.energies is not None:

@@ -50,8 +50,8 @@ def plain_attention(inputs: Inputs, options: Options) -> torch.Tensor:
     if mask is not None:
         energies = energies.masked_fill(~mask, -math.inf)
     weights = energies.softmax(-1)
-    if inputs.mask is not None:
-        weights = weights.masked_fill(~mask, 0.0)  # softmax over nothing is NaN
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)  # softmax over nothing is NaN, over NaN as well
     if inputs.keep is not None:
         weights = weights * inputs.keep * options.keep_scale
     return product(weights, v).to(inputs.q.dtype)
