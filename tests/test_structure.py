@@ -68,10 +68,15 @@ def test_size(path):
             assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
 
 
-@pytest.mark.parametrize("folder", ["tests", "demos"])
-def test_size_of_tests_and_demos(folder: str):
-    sizes = {path.name: len(path.read_text().splitlines()) for path in (PACKAGE.parent / folder).glob("*.py")}
-    assert sizes and not {name: size for name, size in sizes.items() if size > 300}
+@pytest.mark.parametrize("files", ["tests/*.py", "demos/*.py", "returnn_upcast/ops/*.h", "returnn_upcast/ops/*.cpp"])
+def test_size_of_other_files(files: str):
+    lines = {path.name: path.read_text().splitlines() for path in PACKAGE.parent.glob(files)}
+    assert lines and not [name for name in lines if len(lines[name]) > 300]
+
+
+def test_lines_of_native_code():
+    files = [path for ending in ("*.h", "*.cpp") for path in PACKAGE.rglob(ending)]
+    assert files and not [path.name for path in files if max(map(len, path.read_text().splitlines())) > 120]
 
 
 def test_dtypes_are_asked_for_by_our_own_function():

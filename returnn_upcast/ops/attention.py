@@ -7,13 +7,14 @@ Which case takes which path (each says so once in the debug log):
 outer trace, ``torch.func``, forward-mode AD                             plain: differentiable float32 ops
 a bias that needs grad, a dispatch mode (RETURNN's checkpointing)        the same
 CUDA without relative positions, bias or shared dropout, not in a trace  sdpa: ``F.scaled_dot_product_attention``
-all else, so all of the CPU                                              blocks: :mod:`.attention_fused`
+CPU in bf16 or f16 without bias, 32,768 energies or more, C++ compiler   native: :mod:`.attention_native`
+all else                                                                 blocks: :mod:`.attention_fused`
 =======================================================================  ===============================================
 
 On the CPU, the flash kernel of ``F.scaled_dot_product_attention`` has no dropout, and misses our precision:
 gradients of up to 5 times the rounding floor where the limit is 4 (logits of std 16), 3.9 where it is 3 (4,000 causal
 queries), since it rounds weights, energies' gradients and, between blocks, the gradients of keys and values.
-The blocks were also faster (measured: 45 ms against 55 ms, causal, forward and backward, [8, 8, 400, 64]).
+It is slower as well, see :mod:`.attention_native`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 // Attention on the CPU in float32, see attention_native.py.
 //
 // A worker takes one entry (of batch and heads) after another, and of it a block of queries with all their keys.
-// Energies, weights and their gradients are transposed, [keys, queries]: then no product wants a transposed copy of them,
-// and the softmax, which reduces over the keys, runs along the queries in vector registers.
+// Energies, weights and their gradients are transposed, [keys, queries]: then no product wants a transposed copy of
+// them, and the softmax, which reduces over the keys, runs along the queries in vector registers.
+
+#include "attention_native.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/vec.h>
-#include <ATen/native/CPUBlas.h>
-#include <c10/core/impl/alloc_cpu.h>
-#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <limits>
@@ -17,68 +16,6 @@ namespace {
 
 using Vec = at::vec::Vectorized<float>;
 constexpr float INF = std::numeric_limits<float>::infinity();
-constexpr int64_t ROWS = 64;  // queries of a block
-constexpr int64_t PAD = 16;   // sizes are padded to a multiple
-constexpr int64_t PANEL = 256;
-constexpr int64_t MAX_LEAD = 8;
-
-int64_t padded(int64_t n, int64_t step = PAD) { return (n + step - 1) / step * step; }
-
-// A tensor [lead..., row, column] of the caller, strides in elements. `worker` is 0 for a tensor of the inputs' dtype.
-// Gradients that several entries add to are float32 sums, one for each worker, and `worker` the stride from one to the next.
-struct Operand {
-  char* data;
-  int64_t worker, row, column, lead[MAX_LEAD];
-};
-
-enum { Q, K, V, POS, BIAS_U, BIAS_V, MASK, KEEP, OUT, LSE, GRAD_OUT, GRAD_Q, GRAD_K, GRAD_V, GRAD_POS, GRAD_U, GRAD_W, COUNT };
-
-// as attention_native.py fills it
-struct Problem {
-  int64_t workers, queries, keys, features, v_features, causal, lead_ndim, lead[MAX_LEAD];
-  Operand operands[COUNT];
-};
-
-struct Buffer {
-  float* data = nullptr;
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  ~Buffer() { c10::free_cpu(data); }
-  void resize(int64_t n) { data = static_cast<float*>(c10::alloc_cpu(std::max<int64_t>(n, 1) * sizeof(float))); }
-  operator float*() const { return data; }
-};
-
-// The sizes that products are made of: oneDNN makes a kernel for each, so they must not depend on the lengths.
-int64_t piece(int64_t n) { return n >= PANEL ? PANEL : n >= 64 ? 64 : std::min(n, PAD); }
-
-// c [m, n] (+)= a [m, k] · b [k, n]
-void product(int64_t m, int64_t n, int64_t k, const float* a, const float* b, float* c, bool add) {
-  for (int64_t i = 0, size; i < m; i += size) {
-    size = piece(m - i);
-    at::native::cpublas::brgemm(size, n, k, k, n, n, add, a + i * k, b, c + i * n);
-  }
-}
-
-// c [m, n] (+)= a [m, k] · b [k, n], where a is made by to_panels, and taken from column `start` on
-void panel_product(int64_t m, int64_t n, int64_t start, int64_t k, const float* a, const float* b, float* c, bool add) {
-  if (k == 0 && !add) std::fill_n(c, m * n, 0.f);
-  for (int64_t i = 0, size; i < k; i += size) {
-    const int64_t column = start + i, inside = column % PANEL;
-    size = piece(std::min(k - i, PANEL - inside));
-    at::native::cpublas::brgemm(m, n, size, PANEL, n, n, add || i > 0, a + (column - inside) * m + inside, b + i * n, c);
-  }
-}
-
-// [columns, rows] of x [rows, columns], PANEL rows together: strides that depend on the lengths would make kernels as well
-void to_panels(const float* x, int64_t rows, int64_t columns, float* out) {
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = 0; j < columns; ++j) out[i / PANEL * PANEL * columns + j * PANEL + i % PANEL] = x[i * columns + j];
-}
-
-void add_row_sums(const float* x, int64_t rows, int64_t columns, float* sums) {
-  for (int64_t j = 0; j < rows; ++j)
-    for (int64_t i = 0; i < columns; ++i) sums[j] += x[j * columns + i];
-}
 
 template <typename T>
 class Worker {
@@ -95,7 +32,8 @@ class Worker {
       pos_bias.resize(pos_rows), by_position.resize((padded(keys + ROWS) + PAD) * ROWS);
     }
     if (!backward) return;
-    grad.resize(keys * ROWS), grad_k.resize(keys * p.features), grad_v.resize(keys * p.v_features), grad_keys.resize(keys);
+    grad.resize(keys * ROWS), grad_keys.resize(keys);
+    grad_k.resize(keys * p.features), grad_v.resize(keys * p.v_features);
     grad_out.resize(ROWS * p.v_features), out_columns.resize(ROWS * p.v_features);
     if (has(POS)) grad_pos.resize(pos_rows * p.features), grad_positions.resize(pos_rows);
   }
@@ -118,9 +56,8 @@ class Worker {
   void backward(int64_t entry) {
     load_entry(entry);
     to_panels(k, padded(keys), p.features, k_panels);
-    std::fill_n(grad_k.data, padded(keys) * p.features, 0.f), std::fill_n(grad_v.data, padded(keys) * p.v_features, 0.f);
-    std::fill_n(grad_keys.data, padded(keys), 0.f);
-    if (has(POS)) std::fill_n(grad_pos.data, pos_rows * p.features, 0.f), std::fill_n(grad_positions.data, pos_rows, 0.f);
+    grad_k.zero(padded(keys) * p.features), grad_v.zero(padded(keys) * p.v_features), grad_keys.zero(padded(keys));
+    if (has(POS)) grad_pos.zero(pos_rows * p.features), grad_positions.zero(pos_rows);
     for (int64_t start = 0; start < p.queries; start += ROWS) {
       load_block(start);
       load(GRAD_OUT, start, rows, n, p.v_features, grad_out);
@@ -136,11 +73,11 @@ class Worker {
       for (int64_t i = 0; i < p.features * n; ++i) block[i] *= scale;
       store_block(GRAD_Q, p.features);
     }
-    finish(GRAD_U, BIAS_U, grad_keys, k, grad_k, padded(keys));
+    finish(GRAD_BIAS_U, BIAS_U, grad_keys, k, grad_k, padded(keys));
     store_rows(GRAD_K, grad_k, keys, p.keys, p.features, scale);
     store_rows(GRAD_V, grad_v, keys, p.keys, p.v_features, 1.f);
     if (!has(POS)) return;
-    finish(GRAD_W, BIAS_V, grad_positions, pos, grad_pos, positions);
+    finish(GRAD_BIAS_V, BIAS_V, grad_positions, pos, grad_pos, positions);
     store_rows(GRAD_POS, grad_pos, positions, positions, p.features, scale);
   }
 
@@ -214,7 +151,7 @@ class Worker {
       for (int64_t i = 0; i < n; ++i) out[j * n + i] = x[i * columns + j];
   }
 
-  // Query i and key j of the block have the position j - i + last_position(), and by_position starts at a multiple of PAD.
+  // Query i and key j of the block have the position j - i + last_position(). by_position starts at a multiple of PAD.
   int64_t last_position() const { return p.queries - 1 - first; }
   int64_t start_position() const { return (last_position() - rows + 1) / PAD * PAD; }
   int64_t used_positions() const { return padded(last_position() + attended - start_position()); }
@@ -234,7 +171,7 @@ class Worker {
   }
 
   void through_positions() {
-    std::fill_n(by_position.data, used_positions() * n, 0.f);
+    by_position.zero(used_positions() * n);
     for (int64_t j = 0; j < attended; ++j)
       for (int64_t i = 0; i < rows; ++i) relative(j)[i - i * n] = grad[j * n + i];
     panel_product(p.features, n, start_position(), used_positions(), pos_panels, by_position, block, true);
@@ -261,7 +198,7 @@ class Worker {
     }
   }
 
-  // Energies become weights without their common factor, `inverse`, and the dropped ones 0. A query without keys has weights of 0.
+  // Energies become weights without their factor `inverse`, the dropped ones 0. A query without keys has weights of 0.
   void softmax() {
     for (int64_t i = 0; i < n; i += Vec::size()) {
       Vec max(-INF), sum(0.f);
@@ -347,7 +284,8 @@ void run(const Problem& p, float scale, float keep_scale, bool backward) {
 }  // namespace
 
 // Returns 0, or 1 and a message.
-extern "C" int attention(const Problem* p, double scale, double keep_scale, bool half, bool backward, char* message, size_t size) {
+extern "C" int attention(
+    const Problem* p, double scale, double keep_scale, bool half, bool backward, char* message, size_t size) {
   try {
     (half ? run<at::Half> : run<at::BFloat16>)(*p, scale, keep_scale, backward);
     return 0;

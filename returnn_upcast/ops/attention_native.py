@@ -12,6 +12,7 @@ The code is compiled at the first use, by RETURNN's helper for that and into its
 from __future__ import annotations
 from typing import Any, List, Optional, Sequence
 import ctypes
+import hashlib
 import io
 import logging
 import math
@@ -27,9 +28,13 @@ log = logging.getLogger("returnn.frontend.upcast")
 
 MIN_ENERGIES = 32_768  # with less, nobody waits for a compiler
 
-_SOURCE = os.path.join(os.path.dirname(__file__), "attention_native.cpp")
+_SOURCES = ("attention_native.h", "attention_native.cpp")
 _MAX_LEAD = 8  # as in the source
-_ARCH_FLAGS = {"AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma"], "AVX2": ["-mavx2", "-mfma"]}
+# by what torch's own kernels use on this CPU
+_ARCH_FLAGS = {
+    "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mf16c"],
+    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
+}
 _UNSET = object()
 
 _function: Any = _UNSET
@@ -179,20 +184,25 @@ def _load() -> Any:
     from returnn.torch.util.native_op_code_compiler import OpCodeCompiler
 
     capability = torch.backends.cpu.get_cpu_capability()
+    flags = _ARCH_FLAGS.get(capability, [])
 
     class Compiler(OpCodeCompiler):
         """for the same instructions as torch's own kernels"""
 
         def _transform_compiler_opts(self, opts):
-            return [*super()._transform_compiler_opts(opts), "-O3", "-fopenmp", *_ARCH_FLAGS.get(capability, ())]
+            return [*super()._transform_compiler_opts(opts), "-O3", "-fopenmp", *flags]
 
-    with open(_SOURCE) as source:
-        code = source.read()
+    folder = os.path.dirname(__file__)
+    code = ""
+    for name in _SOURCES:  # the cache goes by the code, so it has the sources' hashes in it
+        with open(os.path.join(folder, name), "rb") as source:
+            code += f"// {name} {hashlib.sha256(source.read()).hexdigest()}\n"
     compiler = Compiler(
         "returnn_upcast_attention",
-        code=code,
+        code=f'{code}#include "{_SOURCES[-1]}"\n',
+        include_paths=[folder],
         use_cuda_if_available=False,
-        c_macro_defines={"CPU_CAPABILITY": capability, f"CPU_CAPABILITY_{capability}": 1},
+        c_macro_defines={"CPU_CAPABILITY": capability, f"CPU_CAPABILITY_{capability}": 1} if flags else {},
         log_stream=io.StringIO(),
     )
     function = compiler.load_lib_ctypes().attention
