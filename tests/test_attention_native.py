@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from returnn_upcast.ops import attention as module
 from returnn_upcast.ops import attention_native as native
-from returnn_upcast.ops.attention import attention
+from returnn_upcast.ops.attention import attention, rel_pos_attention
 from returnn_upcast.ops.attention_plain import Inputs, Options
 from tolerances import relative_error
 
@@ -138,17 +138,82 @@ def _qkv(queries: int = 100, keys: int = 100) -> Tuple[torch.Tensor, ...]:
     )
 
 
-def test_large_energies_in_an_unfull_block():
-    """the padding of a block has these energies as well, and must not overflow"""
+@pytest.mark.parametrize("offset", [0.0, 100.0, 1000.0])
+@pytest.mark.usefixtures("attention_path")
+def test_common_offset_of_the_energies(offset):
+    """the gradient of a bias that is large, but the same for all keys, cancels: a kept log-sum-exp would not do"""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 17, 8, generator=generator).to(torch.bfloat16) for _ in range(3))
-    bias, options = torch.full((2, 1, 8), 300.0), Options(False, 1.0, 1.0)
-    leaves = [x.clone().requires_grad_(True) for x in (q, k.abs(), v)]
-    out = native.NativeAttention.apply(options, *Inputs(*leaves, bias_u=bias))
-    out.sum().backward()
-    wide = [x.detach().double() for x in leaves]
-    assert relative_error(out.detach(), _reference(Inputs(*wide, bias_u=bias.double()), options)) <= ROUNDING[q.dtype]
-    assert all(x.grad.isfinite().all() for x in leaves)
+    inputs = [torch.randn(2, 17, 8, generator=generator) for _ in range(3)]
+    bias = torch.randn(2, 1, 8, generator=generator)
+    inputs[1][..., 0], bias[..., 0] = 1.0, offset
+    leaves = [x.to(torch.bfloat16).requires_grad_(True) for x in inputs] + [bias.requires_grad_(True)]
+    wide = [x.detach().double().requires_grad_(True) for x in leaves]
+    kwargs = {"bias_u": leaves[3]}
+    out = _rel_pos(*leaves[:3], **kwargs)
+    expected = _reference(Inputs(*wide[:3], bias_u=wide[3]), Options(False, 8**-0.5, 1.0))
+    out.backward(torch.ones_like(out))
+    expected.sum().backward()
+    for a, b in zip(leaves[:3], wide):
+        assert relative_error(a.grad, b.grad) <= ROUNDING[a.dtype] + 1e-7 * offset
+    # ulp of the energies
+    assert relative_error(leaves[3].grad, wide[3].grad) <= 1e-5 + 3e-8 * offset
+
+
+def _rel_pos(q, k, v, *, bias_u):
+    pos = torch.zeros(1, q.shape[-2] + k.shape[-2] - 1, q.shape[-1], dtype=q.dtype)
+    return rel_pos_attention(q, k, v, pos, bias_u=bias_u)
+
+
+def test_padding_of_a_block_is_never_nan():
+    """A key of NaN that a mask over queries and keys hides; the block has 17 queries, and padding that no mask knows"""
+    q, k, v = _qkv(17, 200)
+    with torch.no_grad():
+        k[:, 5] = math.nan
+    mask = (torch.arange(200) != 5).expand(8, 17, 200).contiguous()
+    native.NativeAttention.apply(
+        Options(False, 0.25, 1.0), q, k, v, None, None, None, None, mask, None
+    ).sum().backward()
+    assert k.grad.isfinite().all() and v.grad.isfinite().all()
+
+
+@pytest.mark.usefixtures("attention_path")
+def test_inputs_for_other_paths():
+    """what the C++ code would read wrongly by pointer"""
+    q, k, v = (x.detach() for x in _qkv())
+    expected = attention(q, k, v)
+    pos = torch.randn(1, 199, 16)
+    assert torch.equal(attention(torch._neg_view(-q), k, v), expected)
+    assert rel_pos_attention(q, k, v, pos).isfinite().all()
+    bias = torch.randn(1, 100, 16)  # one for each query
+    out = _rel_pos(q, k, v, bias_u=bias)
+    assert (
+        relative_error(
+            out, _reference(Inputs(*(x.double() for x in (q, k, v)), bias_u=bias), Options(False, 0.25, 1.0))
+        )
+        < 0.01
+    )
+    with pytest.raises(RuntimeError):
+        attention(q, k, v[:, :50])
+    with pytest.raises(RuntimeError):
+        attention(q, k[..., :8], v)
+    assert not attention(q[..., :0], k[..., :0], v[..., :0], scale=1.0).numel()
+
+
+@pytest.mark.parametrize("default", ["dtype", "device"])
+def test_first_use_under_other_defaults(default, monkeypatch):
+    q, k, v = _qkv()
+    monkeypatch.setattr(native, "_function", native._UNSET)
+    dtype = torch.get_default_dtype()
+    try:
+        if default == "dtype":
+            torch.set_default_dtype(torch.bfloat16)
+            assert attention(q, k, v).dtype == torch.bfloat16
+        else:
+            with torch.device("meta"):
+                assert attention(q, k, v).device.type == "cpu"
+    finally:
+        torch.set_default_dtype(dtype)
+    assert native._function is not None
 
 
 @pytest.mark.usefixtures("attention_path")
@@ -204,7 +269,7 @@ def test_blocks_where_it_cannot_be_compiled(reason, monkeypatch, caplog):
     for _ in range(2):
         out = attention(q, k, v)
     assert relative_error(out.detach(), expected.detach().double()) <= ROUNDING[torch.bfloat16]
-    assert [r.message.split("'")[1] for r in caplog.records if r.levelno == logging.DEBUG] == ["blocks"]
+    assert [r.message.split("'")[1] for r in caplog.records if "runs by path" in r.message] == ["blocks"]
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == (0 if reason == "option" else 1)
     assert all("no native attention" in w for w in warnings)

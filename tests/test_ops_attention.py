@@ -145,10 +145,8 @@ def test_nothing_quadratic_is_kept():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         attention(q, k, v)
-    low = [t for t in kept if t.dtype == torch.bfloat16]
-    assert sum(t.numel() for t in low) <= 3 * q.numel()
-    # the statistics of a query
-    assert sum(t.numel() for t in kept) - sum(t.numel() for t in low) <= 2 * 300
+    assert sum(t.numel() for t in kept) <= 3 * q.numel()
+    assert all(t.dtype == torch.bfloat16 for t in kept)
 
 
 def test_plain_where_somebody_traces_or_differentiates():

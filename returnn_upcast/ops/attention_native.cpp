@@ -45,11 +45,9 @@ class Worker {
       load_block(start);
       compute_energies();
       softmax();
+      drop(energies);
       panel_product(p.v_features, n, 0, used, v_panels, energies, block, false);
-      for (int64_t j = 0; j < p.v_features; ++j)
-        for (int64_t i = 0; i < n; ++i) block[j * n + i] *= inverse[i];
       store_block(OUT, p.v_features);
-      for (int64_t i = 0; i < rows; ++i) *element<float>(LSE, start + i, 0) = lse[i];
     }
   }
 
@@ -63,8 +61,11 @@ class Worker {
       load(GRAD_OUT, start, rows, n, p.v_features, grad_out);
       transpose(grad_out, p.v_features, out_columns);
       compute_energies();
+      softmax();
       product(used, n, p.v_features, v, out_columns, grad, false);
+      drop(grad);
       through_softmax();
+      drop(energies);
       product(used, p.v_features, n, energies, grad_out, grad_v, true);
       product(used, p.features, n, grad, q, grad_k, true);
       panel_product(p.features, n, 0, used, k_panels, grad, block, false);
@@ -92,7 +93,6 @@ class Worker {
   // Of a block: queries from `first` on, keys from 0 on; n and `used` are `rows` and `attended` with padding
   int64_t first = 0, rows = 0, n = 0, attended = 0, used = 0;
   Buffer q, q_columns, grad_out, out_columns, energies, grad, by_position, block;
-  float lse[ROWS], inverse[ROWS];
 
   bool has(int i) const { return p.operands[i].data != nullptr; }
 
@@ -179,8 +179,10 @@ class Worker {
     if (has(BIAS_V)) add_row_sums(by_position, used_positions(), n, grad_positions + start_position());
   }
 
+  // and the padding, whose values must not be NaN: they meet zeros
   void fill_masked(float* x, float value) {
     std::fill_n(x + attended * n, (used - attended) * n, value);
+    for (int64_t j = 0; rows < n && j < attended; ++j) std::fill_n(x + j * n + rows, n - rows, value);
     for (int64_t j = first + 1; p.causal && j < attended; ++j) std::fill_n(x + j * n, j - first, value);
     const int64_t step = p.operands[MASK].row;
     for (int64_t j = 0; has(MASK) && j < attended; ++j) {
@@ -190,50 +192,41 @@ class Worker {
     }
   }
 
-  void drop(float* x, float factor) {
+  void drop(float* x) {
     const int64_t step = p.operands[KEEP].row;
     for (int64_t j = 0; has(KEEP) && j < attended; ++j) {
       const bool* keep = element<bool>(KEEP, first, j);
-      for (int64_t i = 0; i < rows; ++i) x[j * n + i] *= keep[i * step] ? factor : 0.f;
+      for (int64_t i = 0; i < rows; ++i) x[j * n + i] *= keep[i * step] ? keep_scale : 0.f;
     }
   }
 
-  // Energies become weights without their factor `inverse`, the dropped ones 0. A query without keys has weights of 0.
+  // Energies become weights. They are NaN where a query has no key, or one of NaN: not in the masked keys, though.
+  // The backward does the same again: weights by a kept log-sum-exp would be less exact where energies are large.
   void softmax() {
     for (int64_t i = 0; i < n; i += Vec::size()) {
       Vec max(-INF), sum(0.f);
       for (int64_t j = 0; j < used; ++j) max = at::vec::maximum(max, Vec::loadu(energies + j * n + i));
-      const Vec none = max == Vec(-INF);
-      max = Vec::blendv(max, Vec(0.f), none);
       for (int64_t j = 0; j < used; ++j) {
         const Vec weight = (Vec::loadu(energies + j * n + i) - max).exp();
         weight.store(energies + j * n + i);
         sum = sum + weight;
       }
-      Vec::blendv(max + sum.log(), Vec(INF), none).store(lse + i);
-      Vec::blendv(Vec(keep_scale) / sum, Vec(0.f), none).store(inverse + i);
+      const Vec factor = Vec(1.f) / sum;
+      for (int64_t j = 0; j < used; ++j) (Vec::loadu(energies + j * n + i) * factor).store(energies + j * n + i);
     }
-    fill_masked(energies, 0.f);  // a row of NaN has them in the masked keys, too
-    drop(energies, 1.f);
+    fill_masked(energies, 0.f);
   }
 
-  // Energies become weights as the values see them, `grad` of the weights becomes that of the energies.
+  // `energies` are weights. `grad` of the weights becomes that of the energies.
   void through_softmax() {
-    std::fill_n(lse, ROWS, INF);  // padding has weights of 0
-    for (int64_t i = 0; i < rows; ++i) lse[i] = *element<float>(LSE, first + i, 0);
-    drop(grad, keep_scale);
     for (int64_t i = 0; i < n; i += Vec::size()) {
       Vec sum(0.f);
-      for (int64_t j = 0; j < used; ++j) {
-        const Vec weight = (Vec::loadu(energies + j * n + i) - Vec::loadu(lse + i)).exp();
-        weight.store(energies + j * n + i);
-        sum = at::vec::fmadd(weight, Vec::loadu(grad + j * n + i), sum);
-      }
+      for (int64_t j = 0; j < used; ++j)
+        sum = at::vec::fmadd(Vec::loadu(energies + j * n + i), Vec::loadu(grad + j * n + i), sum);
       for (int64_t j = 0; j < used; ++j)
         (Vec::loadu(energies + j * n + i) * (Vec::loadu(grad + j * n + i) - sum)).store(grad + j * n + i);
     }
-    fill_masked(energies, 0.f), fill_masked(grad, 0.f);
-    drop(energies, keep_scale);
+    fill_masked(grad, 0.f);
   }
 
   void store(int i, int64_t row, int64_t column, float value) {

@@ -23,7 +23,7 @@ struct Operand {
 };
 
 enum {
-  Q, K, V, POS, BIAS_U, BIAS_V, MASK, KEEP, OUT, LSE, GRAD_OUT,
+  Q, K, V, POS, BIAS_U, BIAS_V, MASK, KEEP, OUT, GRAD_OUT,
   GRAD_Q, GRAD_K, GRAD_V, GRAD_POS, GRAD_BIAS_U, GRAD_BIAS_V, COUNT
 };
 

@@ -11,6 +11,7 @@ The code is compiled at the first use, by RETURNN's helper for that and into its
 
 from __future__ import annotations
 from typing import Any, List, Optional, Sequence
+import contextlib
 import ctypes
 import hashlib
 import io
@@ -46,55 +47,73 @@ def may_run(inputs: Inputs) -> bool:
     :param inputs: as for :class:`NativeAttention`
     :return: whether these inputs are for the native code, and it is there; compiles it if not done yet
     """
-    q, k = inputs.q, inputs.k
-    if q.device.type != "cpu" or q.dtype not in (torch.bfloat16, torch.float16) or inputs.bias is not None:
+    if inputs.q.dtype not in (torch.bfloat16, torch.float16) or inputs.bias is not None or not _is_plain(inputs):
         return False
     lead = _lead(inputs)
-    if math.prod(lead) * q.shape[-2] * k.shape[-2] < MIN_ENERGIES:
+    if math.prod(lead) * inputs.q.shape[-2] * inputs.k.shape[-2] < MIN_ENERGIES:
         return False
     # entries are what the threads share
     fits = min(torch.get_num_threads(), 4) <= math.prod(lead) and len(lead) <= _MAX_LEAD
     return fits and compile_enabled() and _native() is not None
 
 
+def _is_plain(inputs: Inputs) -> bool:
+    """
+    :return: whether all is what C++ code may read by pointer: dtypes, sizes, memory. The blocks know what to do
+        otherwise, or raise torch's errors.
+    """
+    q, k, v, pos, bias_u, bias_v = inputs[:6]
+    features, queries, keys = q.shape[-1], q.shape[-2], k.shape[-2]
+    sizes = [(q, queries, features), (k, keys, features), (v, keys, v.shape[-1]), (pos, queries + keys - 1, features)]
+    sizes += [(bias_u, 1, features), (bias_v, 1, features)]
+    return (
+        features > 0
+        and v.shape[-1] > 0
+        and all(x is None or x.shape[-2:] == (rows, columns) for x, rows, columns in sizes)
+        and all(x is None or x.dtype == q.dtype for x in inputs[:4])
+        and all(x is None or x.dtype == torch.bool for x in inputs[7:])
+        and all(x is None or not (x.device.type != "cpu" or x.is_neg() or x._is_zerotensor()) for x in inputs)
+    )
+
+
 class NativeAttention(torch.autograd.Function):
-    """``apply(options, *inputs)`` -> [..., Tq, V] in the dtype of q. Saves the inputs and one float32 for each query"""
+    """``apply(options, *inputs)`` -> [..., Tq, V] in the dtype of q. Saves nothing but the inputs"""
 
     @staticmethod
     def forward(ctx, options: Options, *tensors: Optional[torch.Tensor]) -> torch.Tensor:
-        inputs = Inputs(*tensors)
-        lead, queries = _lead(inputs), inputs.q.shape[-2]
-        # as q lies in memory, since the caller's next op mostly wants it like that
-        out = empty_as(inputs.q.expand(*lead, -1, -1), (*lead, queries, inputs.v.shape[-1]), inputs.q.dtype)
-        lse = inputs.q.new_empty((*lead, queries, 1), dtype=torch.float32)
-        _call(inputs, options, out=out, lse=lse)
-        ctx.save_for_backward(*inputs, lse)
+        inputs, lead = Inputs(*tensors), _lead(Inputs(*tensors))
+        ctx.save_for_backward(*inputs)
         ctx.options = options
+        # as q lies in memory, since the caller's next op mostly wants it like that
+        shape = (*lead, inputs.q.shape[-2], inputs.v.shape[-1])
+        out = empty_as(inputs.q.expand(*lead, -1, -1), shape, inputs.q.dtype)
+        _call(_native(), inputs, options, out=out)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        *inputs, lse = ctx.saved_tensors
-        inputs = Inputs(*inputs)
+        inputs = Inputs(*ctx.saved_tensors)
         with autocast_off("cpu"):
             if torch.is_grad_enabled():
                 grads = differentiable_gradients(inputs, ctx.options, grad)
             else:
-                grads = _gradients(inputs, ctx.options, lse, grad, ctx.needs_input_grad[1:7])
+                grads = _gradients(_native(), inputs, ctx.options, grad.resolve_neg(), ctx.needs_input_grad[1:7])
             return None, *grads, None, None, None
 
 
-def _gradients(inputs: Inputs, options: Options, lse, grad_out, needed: Sequence[bool]) -> List[Optional[torch.Tensor]]:
+def _gradients(
+    function: Any, inputs: Inputs, options: Options, grad_out: torch.Tensor, needed: Sequence[bool]
+) -> List[Optional[torch.Tensor]]:
     """:return: of q, k, v, pos, bias_u, bias_v, in their dtypes; None where not needed"""
     lead, grads, sums = _lead(inputs), [None] * 6, [None] * 6
     for i, x in enumerate(inputs[:6]):
         if not needed[i]:
             continue
-        if x.shape[:-2] == lead and x.dtype == inputs.q.dtype:
+        if x.shape[:-2] == lead and i < 4:
             grads[i] = empty_as(x, x.shape, x.dtype)
         else:
             sums[i] = x.new_zeros((_workers(lead), *x.shape), dtype=torch.float32)
-    _call(inputs, options, lse=lse, grad_out=grad_out, grads=grads, sums=sums)
+    _call(function, inputs, options, grad_out=grad_out, grads=grads, sums=sums)
     return [grad if x is None else x.sum(0).to(inputs[i].dtype) for i, (grad, x) in enumerate(zip(grads, sums))]
 
 
@@ -107,25 +126,23 @@ def _workers(lead: Sequence[int]) -> int:
 
 
 def _call(
+    function: Any,
     inputs: Inputs,
     options: Options,
     *,
-    lse: torch.Tensor,
     out: Optional[torch.Tensor] = None,
     grad_out: Optional[torch.Tensor] = None,
     grads: Sequence[Optional[torch.Tensor]] = (None,) * 6,
     sums: Sequence[Optional[torch.Tensor]] = (None,) * 6,
-    function: Any = None,
 ):
     """
+    :param function: the compiled one
     :param inputs:
     :param options:
-    :param lse: float32 [..., Tq, 1], log-sum-exp of the energies: written with out, read with grad_out
     :param out: [..., Tq, V], to write
     :param grad_out: [..., Tq, V]
     :param grads: of q, k, v, pos, bias_u, bias_v, to write
     :param sums: the same in float32 with a leading axis of the workers, added to; for those to which entries broadcast
-    :param function: default: the compiled one
     """
     q, k, v = inputs[:3]
     lead = _lead(inputs)
@@ -135,14 +152,13 @@ def _call(
     fields += [*lead, *[0] * (_MAX_LEAD - len(lead))]
     keep_alive = [b if b is None else b.float() for b in inputs[4:6]]
     masks = (x if x is None else x.expand(weights) for x in inputs[7:])
-    for x in (*inputs[:4], *keep_alive, *masks, out, lse, grad_out):
+    for x in (*inputs[:4], *keep_alive, *masks, out, grad_out):
         fields += _operand(x, lead)
     for grad, x in zip(grads, sums):
         fields += _operand(grad, lead) if x is None else _operand(x[0], lead, worker=x.stride(0))
     message = ctypes.create_string_buffer(500)
     problem = (ctypes.c_int64 * len(fields))(*fields)
     half, backward = q.dtype == torch.float16, grad_out is not None
-    function = _native() if function is None else function
     if function(problem, options.scale, options.keep_scale, half, backward, message, len(message)):
         raise RuntimeError(f"rf_upcast: attention failed: {message.value.decode()}")
 
@@ -166,15 +182,15 @@ def _native() -> Optional[Any]:
 
 
 def _try_to_load() -> Optional[Any]:
-    start = time.perf_counter()
+    start, output = time.perf_counter(), io.StringIO()
     try:
-        function = _load()
-        # oneDNN may have no such kernels for this CPU
-        q = torch.zeros(1, 16, 16, dtype=torch.bfloat16)
-        _call(Inputs(q, q, q), Options(False, 1.0, 1.0), out=q.clone(), lse=torch.empty(1, 16, 1), function=function)
+        with contextlib.redirect_stdout(output):  # a compiler that fails is verbose
+            function = _load()
+        _probe(function)
     except Exception as exc:
-        reason = str(exc).strip().split("\n")[0]
+        reason = str(exc).strip().split("\n")[0][:200]
         log.warning("rf_upcast: no native attention here (%s: %s), using torch's ops", type(exc).__name__, reason)
+        log.debug("rf_upcast: the compiler wrote:\n%s", output.getvalue())
         return None
     log.info("rf_upcast: compiled attention_native in %.1f s", time.perf_counter() - start)
     return function
@@ -184,17 +200,19 @@ def _load() -> Any:
     from returnn.torch.util.native_op_code_compiler import OpCodeCompiler
 
     capability = torch.backends.cpu.get_cpu_capability()
-    flags = _ARCH_FLAGS.get(capability, [])
+    if capability not in _ARCH_FLAGS:
+        raise NotImplementedError(f"the CPU is {capability}, not one of {', '.join(_ARCH_FLAGS)}")
+    flags = ["-O3", "-fopenmp", *_ARCH_FLAGS[capability]]
 
     class Compiler(OpCodeCompiler):
         """for the same instructions as torch's own kernels"""
 
         def _transform_compiler_opts(self, opts):
-            return [*super()._transform_compiler_opts(opts), "-O3", "-fopenmp", *flags]
+            return [*super()._transform_compiler_opts(opts), *flags]
 
     folder = os.path.dirname(__file__)
-    code = ""
-    for name in _SOURCES:  # the cache goes by the code, so it has the sources' hashes in it
+    code = f"// {' '.join(flags)}\n"
+    for name in _SOURCES:  # the cache goes by the code, so it has the flags and the sources' hashes in it
         with open(os.path.join(folder, name), "rb") as source:
             code += f"// {name} {hashlib.sha256(source.read()).hexdigest()}\n"
     compiler = Compiler(
@@ -202,8 +220,7 @@ def _load() -> Any:
         code=f'{code}#include "{_SOURCES[-1]}"\n',
         include_paths=[folder],
         use_cuda_if_available=False,
-        c_macro_defines={"CPU_CAPABILITY": capability, f"CPU_CAPABILITY_{capability}": 1} if flags else {},
-        log_stream=io.StringIO(),
+        c_macro_defines={"CPU_CAPABILITY": capability, f"CPU_CAPABILITY_{capability}": 1},
     )
     function = compiler.load_lib_ctypes().attention
     function.argtypes = [
@@ -214,3 +231,11 @@ def _load() -> Any:
         ctypes.c_size_t,
     ]
     return function
+
+
+def _probe(function: Any):
+    """:raises RuntimeError: oneDNN has no such kernels for this CPU"""
+    x = torch.zeros(1, 80, 80, dtype=torch.bfloat16, device="cpu")
+    inputs, options = Inputs(x, x, x), Options(False, 1.0, 1.0)
+    _call(function, inputs, options, out=torch.empty_like(x))
+    _gradients(function, inputs, options, x, [True] * 3 + [False] * 3)
