@@ -22,7 +22,10 @@ CLASSES = {
     "RelPosCausalSelfAttention": rf.RelPosCausalSelfAttention,
 }
 
-pytestmark = pytest.mark.usefixtures("attention_path")
+pytestmark = [
+    pytest.mark.usefixtures("attention_path"),
+    pytest.mark.parametrize("attention_path", ["native"], indirect=True),  # test_attention.py has the other one as well
+]
 
 
 def _module(cls, dtype, **kwargs):
