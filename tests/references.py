@@ -1,5 +1,5 @@
 """
-Plain float64 references for the norms, the positional encodings and the rotation. Nothing here is shared with what it checks.
+Plain float64 references for the norms, attention, the positional encodings and the rotation. Nothing here is shared with what it checks.
 """
 
 from __future__ import annotations
@@ -113,3 +113,34 @@ def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     numbers = torch.complex(x[..., 0::2], x[..., 1::2])
     numbers = numbers * torch.complex(torch.cos(angles), torch.sin(angles))
     return torch.stack((numbers.real, numbers.imag), dim=-1).flatten(-2)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    pos: Optional[torch.Tensor] = None,
+    bias_u: Optional[torch.Tensor] = None,
+    bias_v: Optional[torch.Tensor] = None,
+    mask: Optional[torch.Tensor] = None,
+    causal: bool = False,
+    keep: Optional[torch.Tensor] = None,
+    keep_scale: float = 1.0,
+) -> torch.Tensor:
+    """
+    [..., time, features] each; pos by relative position, that of query i and key j at j - i + queries - 1.
+    mask, keep [..., queries, keys]: where to attend, and which weights are not dropped. A query without keys gives 0.
+    """
+    queries, keys = q.shape[-2], k.shape[-2]
+    energies = (q if bias_u is None else q + bias_u) @ k.mT
+    if pos is not None:
+        index = torch.arange(keys)[None] - torch.arange(queries)[:, None] + queries - 1
+        by_position = (q if bias_v is None else q + bias_v) @ pos.mT
+        energies = energies + by_position.gather(-1, index.expand(*by_position.shape[:-2], -1, -1))
+    attend = torch.ones(queries, keys, dtype=torch.bool)
+    attend = attend.tril() if causal else attend
+    attend = attend if mask is None else attend & mask
+    weights = torch.where(attend, energies * scale, -1e30).softmax(-1) * attend
+    return (weights if keep is None else weights * keep * keep_scale) @ v

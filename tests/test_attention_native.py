@@ -13,7 +13,9 @@ from hypothesis import given, settings, strategies as st
 from returnn_upcast.ops import attention as module
 from returnn_upcast.ops import attention_native as native
 from returnn_upcast.ops.attention import attention, rel_pos_attention
+from returnn_upcast.ops.attention_fused import BlockAttention
 from returnn_upcast.ops.attention_plain import Inputs, Options
+import references
 from tolerances import relative_error
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
@@ -23,22 +25,10 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-5}
 
 
 def _reference(x: Inputs, options: Options) -> torch.Tensor:
-    """in float64; a query without keys gives 0"""
-    queries, keys = x.q.shape[-2], x.k.shape[-2]
-    energies = (x.q if x.bias_u is None else x.q + x.bias_u) @ x.k.mT
-    if x.pos is not None:
-        index = torch.arange(keys)[None] - torch.arange(queries)[:, None] + queries - 1
-        by_position = (x.q if x.bias_v is None else x.q + x.bias_v) @ x.pos.mT
-        energies = energies + by_position.gather(-1, index.expand(*by_position.shape[:-2], -1, -1))
-    mask = torch.ones(queries, keys, dtype=torch.bool)
-    mask = mask.tril() if options.causal else mask
-    mask = (mask if x.mask is None else mask & x.mask).expand(energies.shape if x.mask is None else _full(energies, x))
-    weights = (energies * options.scale).masked_fill(~mask, -1e30).softmax(-1).masked_fill(~mask, 0.0)
-    return (weights if x.keep is None else weights * x.keep * options.keep_scale) @ x.v
-
-
-def _full(energies: torch.Tensor, x: Inputs) -> torch.Size:
-    return torch.broadcast_shapes(energies.shape, x.mask.shape)
+    """:param x: q, k, v, pos and the biases in float64"""
+    names = ("pos", "bias_u", "bias_v", "mask", "keep")
+    kwargs = dict(causal=options.causal, scale=options.scale, keep_scale=options.keep_scale)
+    return references.attention(x.q, x.k, x.v, **{name: getattr(x, name) for name in names}, **kwargs)
 
 
 class Case(NamedTuple):
@@ -148,8 +138,7 @@ def test_common_offset_of_the_energies(offset):
     inputs[1][..., 0], bias[..., 0] = 1.0, offset
     leaves = [x.to(torch.bfloat16).requires_grad_(True) for x in inputs] + [bias.requires_grad_(True)]
     wide = [x.detach().double().requires_grad_(True) for x in leaves]
-    kwargs = {"bias_u": leaves[3]}
-    out = _rel_pos(*leaves[:3], **kwargs)
+    out = _rel_pos(*leaves[:3], bias_u=leaves[3])
     expected = _reference(Inputs(*wide[:3], bias_u=wide[3]), Options(False, 8**-0.5, 1.0))
     out.backward(torch.ones_like(out))
     expected.sum().backward()
@@ -180,23 +169,24 @@ def test_padding_of_a_block_is_never_nan():
 def test_inputs_for_other_paths():
     """what the C++ code would read wrongly by pointer"""
     q, k, v = (x.detach() for x in _qkv())
-    expected = attention(q, k, v)
-    pos = torch.randn(1, 199, 16)
+    blocks = lambda *args: BlockAttention.apply(Options(False, 0.25, 1.0), *Inputs(*args))
+    pos, each_query = torch.randn(1, 199, 16), torch.randn(1, 100, 16)
+    expected = blocks(q, k, v)
     assert torch.equal(attention(torch._neg_view(-q), k, v), expected)
-    assert rel_pos_attention(q, k, v, pos).isfinite().all()
-    bias = torch.randn(1, 100, 16)  # one for each query
-    out = _rel_pos(q, k, v, bias_u=bias)
-    assert (
-        relative_error(
-            out, _reference(Inputs(*(x.double() for x in (q, k, v)), bias_u=bias), Options(False, 0.25, 1.0))
-        )
-        < 0.01
+    assert torch.equal(rel_pos_attention(q, k, v, pos), blocks(q, k, v, pos))
+    assert torch.equal(
+        _rel_pos(q, k, v, bias_u=each_query), blocks(q, k, v, torch.zeros_like(pos, dtype=q.dtype), each_query)
     )
-    with pytest.raises(RuntimeError):
-        attention(q, k, v[:, :50])
-    with pytest.raises(RuntimeError):
-        attention(q, k[..., :8], v)
-    assert not attention(q[..., :0], k[..., :0], v[..., :0], scale=1.0).numel()
+    zero = torch._efficientzerotensor(q.shape, dtype=q.dtype)
+    assert torch.equal(attention(zero, k, v), blocks(torch.zeros_like(q), k, v))
+    for args in [(q, k, v[:, :50]), (q, k[..., :8], v)]:
+        with pytest.raises(RuntimeError):
+            attention(*args)
+    mask = torch.ones(1, 100, 100, dtype=torch.int64)
+    assert torch.equal(attention(q, k, v, mask=mask), blocks(q, k, v, None, None, None, None, mask))
+    for features, v_features in [(0, 16), (16, 0), (0, 0)]:
+        out = attention(q[..., :features], k[..., :features], v[..., :v_features], scale=1.0)
+        assert torch.equal(out, blocks(q[..., :features], k[..., :features], v[..., :v_features]))
 
 
 @pytest.mark.parametrize("default", ["dtype", "device"])
@@ -216,19 +206,47 @@ def test_first_use_under_other_defaults(default, monkeypatch):
     assert native._function is not None
 
 
+# with the second one, by the plain path
+BIASES = [{}, {"bias": torch.zeros(100, 100, requires_grad=True)}]
+
+
 @pytest.mark.usefixtures("attention_path")
-@pytest.mark.parametrize("causal", [False, True])
-def test_masked_keys_have_no_gradient_where_another_key_is_nan(causal):
-    """the same by the plain path, which a bias with a gradient takes"""
-    q, k, v = _qkv(100, 120)
+@pytest.mark.parametrize("bias", BIASES, ids=["fused", "plain"])
+def test_masked_keys_have_no_gradient_where_another_key_is_nan(bias):
+    q, k, v = _qkv()
     with torch.no_grad():
         k[:, 10] = math.nan
-    mask = None if causal else (torch.arange(120) < 100)[None, None].expand(8, 100, 120)
-    for bias in ({}, {"bias": torch.zeros(100, 120, requires_grad=True)}):
-        k.grad = v.grad = None
-        attention(q, k, v, mask=mask, is_causal=causal, **bias).sum().backward()
-        for x in (k, v):
-            assert not x.grad[:, 100:].any() and x.grad[:, :99].isnan().all()
+    mask = (torch.arange(100) != 50).expand(8, 100, 100)
+    attention(q, k, v, mask=mask, **bias).sum().backward()
+    for x in (k, v):
+        assert not x.grad[:, 50].any() and x.grad[:, 51:].isnan().all()
+
+
+@pytest.mark.usefixtures("attention_path")
+@pytest.mark.parametrize("bias", BIASES, ids=["fused", "plain"])
+def test_values_of_the_future_have_no_gradient_of_a_nan_query(bias):
+    q, k, v = _qkv()
+    with torch.no_grad():
+        q[:, 10] = math.nan
+    attention(q, k, v, is_causal=True, **bias).sum().backward()
+    assert v.grad[:, :11].isnan().all() and v.grad[:, 11:].isfinite().all()
+
+
+@pytest.mark.usefixtures("attention_path")
+@pytest.mark.parametrize("bias", BIASES, ids=["fused", "plain"])
+def test_mask_and_causality_leave_no_key(bias):
+    """the first 20 queries give 0, and get no gradient"""
+    leaves = _qkv()
+    mask = torch.arange(100) >= 20
+    wide = [x.detach().double().requires_grad_(True) for x in leaves]
+    out = attention(*leaves, mask=mask.expand(8, 100, 100), is_causal=True, **bias)
+    expected = references.attention(*wide, scale=0.25, mask=mask, causal=True)
+    out.sum().backward()
+    expected.sum().backward()
+    assert not out[:, :20].any() and relative_error(out.detach(), expected.detach()) <= ROUNDING[out.dtype]
+    assert not leaves[0].grad[:, :20].any()
+    for a, b in zip(leaves, wide):
+        assert relative_error(a.grad, b.grad) <= ROUNDING[a.dtype]
 
 
 def test_does_not_depend_on_the_threads():

@@ -10,6 +10,7 @@ import torch
 from returnn_upcast.ops import attention as module
 from returnn_upcast.ops import attention_blocks
 from returnn_upcast.ops.attention import attention, rel_pos_attention
+import references
 from tolerances import relative_error, tolerance
 
 pytestmark = pytest.mark.usefixtures("attention_path")
@@ -20,11 +21,7 @@ def _randn(*shape, seed, std=1.0):
 
 
 def _rel_pos_reference(q, k, v, pos, u, w):
-    queries, keys = q.shape[-2], k.shape[-2]
-    index = torch.arange(keys)[None] - torch.arange(queries)[:, None] + queries - 1
-    by_position = (q + w) @ pos.mT
-    energies = (q + u) @ k.mT + by_position.gather(-1, index.expand(*by_position.shape[:-2], -1, -1))
-    return (energies * q.shape[-1] ** -0.5).softmax(-1) @ v
+    return references.attention(q, k, v, pos=pos, bias_u=u, bias_v=w, scale=q.shape[-1] ** -0.5)
 
 
 def _check(op, reference, inputs, low, factors=(1.4, 3.0), **kwargs):

@@ -7,7 +7,7 @@ Which case takes which path (each says so once in the debug log):
 outer trace, ``torch.func``, forward-mode AD                             plain: differentiable float32 ops
 a bias that needs grad, a dispatch mode (RETURNN's checkpointing)        the same
 CUDA without relative positions, bias or shared dropout, not in a trace  sdpa: ``F.scaled_dot_product_attention``
-CPU in bf16 or f16 without bias, 32,768 energies or more, C++ compiler   native: :mod:`.attention_native`
+CPU in bf16 or f16, no bias, enough energies and heads, a C++ compiler    native: :mod:`.attention_native`
 all else                                                                 blocks: :mod:`.attention_fused`
 =======================================================================  ===============================================
 
@@ -107,13 +107,15 @@ def _attention(inputs: Inputs, causal: bool, scale: Optional[float], dropout: fl
         if dropout:
             keep, keep_scale = dropout_mask(inputs, dropout, broadcast)
             inputs, options = inputs._replace(keep=keep), options._replace(keep_scale=keep_scale)
-        native = fuse and may_run_native(inputs)
-        _log_path("native" if native else "blocks" if fuse else "plain")
-        out = (
-            _fused(NativeAttention if native else BlockAttention, inputs, options)
-            if fuse
-            else plain_attention(inputs, options)
-        )
+        if not fuse:
+            _log_path("plain")
+            out = plain_attention(inputs, options)
+        elif may_run_native(inputs):
+            _log_path("native")
+            out = _fused(NativeAttention, inputs, options)
+        else:
+            _log_path("blocks")
+            out = _fused(BlockAttention, inputs, options)
     return out if lead > 0 else out.squeeze(0)
 
 
@@ -139,8 +141,7 @@ def _sdpa(inputs: Inputs, options: Options, dropout: float) -> torch.Tensor:
     if mask is not None:
         dead = ~mask.any(-1, keepdim=True)  # some kernels give NaN for softmax over nothing
         mask = mask | dead
-    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in inputs if x is not None))
-    q, k, v = (x.expand(*lead, -1, -1) for x in inputs[:3])
+    q, k, v = (x.expand(*inputs.lead, -1, -1) for x in inputs[:3])
     with autocast_off(q.device.type):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=options.scale
@@ -156,7 +157,7 @@ def dropout_mask(inputs: Inputs, dropout: float, broadcast: bool) -> Tuple[torch
     :return: bool [..., Tq, Tk], True for the weights that are kept, and the factor for them
     """
     q, k = inputs.q, inputs.k
-    shape = (*torch.broadcast_shapes(*(x.shape[:-2] for x in inputs if x is not None)), q.shape[-2], k.shape[-2])
+    shape = (*inputs.lead, q.shape[-2], k.shape[-2])
     if broadcast:
         shape = (1,) * (len(shape) - 1) + shape[-1:]
     drop = round(dropout * 2**16)

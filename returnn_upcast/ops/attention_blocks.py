@@ -95,7 +95,7 @@ class Blocks:
         q, k = inputs.q, inputs.k
         self.wide = torch.promote_types(q.dtype, torch.float32)
         self.device = q.device.type
-        self.lead = torch.broadcast_shapes(*(x.shape[:-2] for x in inputs if x is not None))
+        self.lead = inputs.lead
         self.num_queries, self.num_keys = q.shape[-2], k.shape[-2]
         self.size, rows, self.entries = _SIZES.get(self.device, _SIZES_ELSEWHERE)
         rows = rows if options.causal or inputs.pos is not None else self.num_queries

@@ -23,19 +23,23 @@ class Worker {
   Worker(const Problem& p, float scale, float keep_scale, int64_t index, bool backward)
       : p(p), scale(scale), keep_scale(keep_scale), index(index) {
     const int64_t keys = padded(p.keys), panels = padded(p.keys, PANEL), width = std::max(p.features, p.v_features);
-    k.resize(keys * p.features), k_panels.resize(panels * p.features), key_bias.resize(keys);
-    v.resize(keys * p.v_features), v_panels.resize(panels * p.v_features);
-    q.resize(ROWS * p.features), q_columns.resize(ROWS * p.features), block.resize(ROWS * width);
-    energies.resize(keys * ROWS);
+    k.allocate(keys * p.features), v.allocate(keys * p.v_features), key_bias.allocate(keys);
+    q.allocate(ROWS * p.features), q_columns.allocate(ROWS * p.features), block.allocate(ROWS * width);
+    energies.allocate(keys * ROWS);
     if (has(POS)) {
-      pos.resize(pos_rows * p.features), pos_panels.resize(padded(pos_rows, PANEL) * p.features);
-      pos_bias.resize(pos_rows), by_position.resize((padded(keys + ROWS) + PAD) * ROWS);
+      pos.allocate(pos_rows * p.features), pos_bias.allocate(pos_rows);
+      by_position.allocate((padded(keys + ROWS) + PAD) * ROWS);
     }
-    if (!backward) return;
-    grad.resize(keys * ROWS), grad_keys.resize(keys);
-    grad_k.resize(keys * p.features), grad_v.resize(keys * p.v_features);
-    grad_out.resize(ROWS * p.v_features), out_columns.resize(ROWS * p.v_features);
-    if (has(POS)) grad_pos.resize(pos_rows * p.features), grad_positions.resize(pos_rows);
+    if (!backward) {
+      v_panels.allocate(panels * p.v_features);
+      return;
+    }
+    k_panels.allocate(panels * p.features);
+    if (has(POS)) pos_panels.allocate(padded(pos_rows, PANEL) * p.features);
+    grad.allocate(keys * ROWS), grad_keys.allocate(keys);
+    grad_k.allocate(keys * p.features), grad_v.allocate(keys * p.v_features);
+    grad_out.allocate(ROWS * p.v_features), out_columns.allocate(ROWS * p.v_features);
+    if (has(POS)) grad_pos.allocate(pos_rows * p.features), grad_positions.allocate(pos_rows);
   }
 
   void forward(int64_t entry) {
@@ -55,7 +59,10 @@ class Worker {
     load_entry(entry);
     to_panels(k, padded(keys), p.features, k_panels);
     grad_k.zero(padded(keys) * p.features), grad_v.zero(padded(keys) * p.v_features), grad_keys.zero(padded(keys));
-    if (has(POS)) grad_pos.zero(pos_rows * p.features), grad_positions.zero(pos_rows);
+    if (has(POS)) {
+      to_panels(pos, pos_rows, p.features, pos_panels);
+      grad_pos.zero(pos_rows * p.features), grad_positions.zero(pos_rows);
+    }
     for (int64_t start = 0; start < p.queries; start += ROWS) {
       load_block(start);
       load(GRAD_OUT, start, rows, n, p.v_features, grad_out);
@@ -86,7 +93,7 @@ class Worker {
   const Problem& p;
   const float scale, keep_scale;
   const int64_t index, positions = p.queries + p.keys - 1, pos_rows = padded(positions) + PAD;
-  // Of an entry, in rows, and k, v, pos in panels as well. Masked keys at its end don't count as keys.
+  // Of an entry, in rows, and in panels what a direction needs so. Masked keys at its end don't count as keys.
   int64_t offsets[COUNT], keys = 0;
   Buffer k, k_panels, v, v_panels, key_bias, pos, pos_panels, pos_bias;
   Buffer grad_k, grad_v, grad_keys, grad_pos, grad_positions;
@@ -126,7 +133,6 @@ class Worker {
     load_bias(BIAS_U, k, padded(keys), key_bias);
     if (!has(POS)) return;
     load(POS, 0, positions, pos_rows, p.features, pos);
-    to_panels(pos, pos_rows, p.features, pos_panels);
     load_bias(BIAS_V, pos, pos_rows, pos_bias);
   }
 

@@ -38,7 +38,7 @@ struct Buffer {
   Buffer() = default;
   Buffer(const Buffer&) = delete;
   ~Buffer() { c10::free_cpu(data); }
-  void resize(int64_t n) { data = static_cast<float*>(c10::alloc_cpu(std::max<int64_t>(n, 1) * sizeof(float))); }
+  void allocate(int64_t n) { data = static_cast<float*>(c10::alloc_cpu(std::max<int64_t>(n, 1) * sizeof(float))); }
   void zero(int64_t n) { std::fill_n(data, n, 0.f); }
   operator float*() const { return data; }
 };

@@ -1,9 +1,9 @@
 """
 Attention on the CPU in bf16 and f16 as C++ code: float32 energies, softmax and sums, nothing quadratic is kept.
 
-Why not from torch's ops as in :mod:`.attention_fused`: its float32 products of this size reach half of what oneDNN's
-kernels for blocks do, and each step between them goes through the memory once more. (Measured, causal,
-[8, 8, 400, 64], forward and backward: 44 ms against 113 ms; torch's own flash kernel in bf16: 109 ms.)
+Why not from torch's ops as in :mod:`.attention_fused`: there each step between the products goes through the memory
+once more, and copies of the operands are transposed. (Measured on Zen 4 with 2 threads, causal, [8, 8, 400, 64], forward
+and backward: 50 ms against 104 ms, and 94 ms for torch's own flash kernel in bf16.)
 
 The code is compiled at the first use, by RETURNN's helper for that and into its cache; it takes a C++ compiler, as
 ``torch.compile`` does. Without one, or where oneDNN has no such kernels, the blocks of :mod:`.attention_fused` run.
@@ -11,7 +11,6 @@ The code is compiled at the first use, by RETURNN's helper for that and into its
 
 from __future__ import annotations
 from typing import Any, List, Optional, Sequence
-import contextlib
 import ctypes
 import hashlib
 import io
@@ -28,6 +27,7 @@ from .fuse import autocast_off, compile_enabled
 log = logging.getLogger("returnn.frontend.upcast")
 
 MIN_ENERGIES = 32_768  # with less, nobody waits for a compiler
+MIN_ENTRIES = 4  # of batch and heads, or as many as there are threads, if these are fewer
 
 _SOURCES = ("attention_native.h", "attention_native.cpp")
 _MAX_LEAD = 8  # as in the source
@@ -47,17 +47,16 @@ def may_run(inputs: Inputs) -> bool:
     :param inputs: as for :class:`NativeAttention`
     :return: whether these inputs are for the native code, and it is there; compiles it if not done yet
     """
-    if inputs.q.dtype not in (torch.bfloat16, torch.float16) or inputs.bias is not None or not _is_plain(inputs):
+    if inputs.q.dtype not in (torch.bfloat16, torch.float16) or inputs.bias is not None or not _is_readable(inputs):
         return False
-    lead = _lead(inputs)
-    if math.prod(lead) * inputs.q.shape[-2] * inputs.k.shape[-2] < MIN_ENERGIES:
+    entries = math.prod(inputs.lead)
+    if entries * inputs.q.shape[-2] * inputs.k.shape[-2] < MIN_ENERGIES or len(inputs.lead) > _MAX_LEAD:
         return False
-    # entries are what the threads share
-    fits = min(torch.get_num_threads(), 4) <= math.prod(lead) and len(lead) <= _MAX_LEAD
-    return fits and compile_enabled() and _native() is not None
+    # Entries are what the threads share. With fewer of them most would idle, where those of the blocks share a product.
+    return entries >= min(torch.get_num_threads(), MIN_ENTRIES) and compile_enabled() and _native() is not None
 
 
-def _is_plain(inputs: Inputs) -> bool:
+def _is_readable(inputs: Inputs) -> bool:
     """
     :return: whether all is what C++ code may read by pointer: dtypes, sizes, memory. The blocks know what to do
         otherwise, or raise torch's errors.
@@ -81,12 +80,12 @@ class NativeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, options: Options, *tensors: Optional[torch.Tensor]) -> torch.Tensor:
-        inputs, lead = Inputs(*tensors), _lead(Inputs(*tensors))
+        inputs = Inputs(*tensors)
         ctx.save_for_backward(*inputs)
         ctx.options = options
         # as q lies in memory, since the caller's next op mostly wants it like that
-        shape = (*lead, inputs.q.shape[-2], inputs.v.shape[-1])
-        out = empty_as(inputs.q.expand(*lead, -1, -1), shape, inputs.q.dtype)
+        shape = (*inputs.lead, inputs.q.shape[-2], inputs.v.shape[-1])
+        out = empty_as(inputs.q.expand(*inputs.lead, -1, -1), shape, inputs.q.dtype)
         _call(_native(), inputs, options, out=out)
         return out
 
@@ -105,7 +104,7 @@ def _gradients(
     function: Any, inputs: Inputs, options: Options, grad_out: torch.Tensor, needed: Sequence[bool]
 ) -> List[Optional[torch.Tensor]]:
     """:return: of q, k, v, pos, bias_u, bias_v, in their dtypes; None where not needed"""
-    lead, grads, sums = _lead(inputs), [None] * 6, [None] * 6
+    lead, grads, sums = inputs.lead, [None] * 6, [None] * 6
     for i, x in enumerate(inputs[:6]):
         if not needed[i]:
             continue
@@ -115,10 +114,6 @@ def _gradients(
             sums[i] = x.new_zeros((_workers(lead), *x.shape), dtype=torch.float32)
     _call(function, inputs, options, grad_out=grad_out, grads=grads, sums=sums)
     return [grad if x is None else x.sum(0).to(inputs[i].dtype) for i, (grad, x) in enumerate(zip(grads, sums))]
-
-
-def _lead(inputs: Inputs) -> torch.Size:
-    return torch.broadcast_shapes(*(x.shape[:-2] for x in inputs if x is not None))
 
 
 def _workers(lead: Sequence[int]) -> int:
@@ -145,7 +140,7 @@ def _call(
     :param sums: the same in float32 with a leading axis of the workers, added to; for those to which entries broadcast
     """
     q, k, v = inputs[:3]
-    lead = _lead(inputs)
+    lead = inputs.lead
     weights = (*lead, q.shape[-2], k.shape[-2])
     # the source's struct Problem
     fields = [_workers(lead), q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], int(options.causal), len(lead)]
@@ -182,15 +177,13 @@ def _native() -> Optional[Any]:
 
 
 def _try_to_load() -> Optional[Any]:
-    start, output = time.perf_counter(), io.StringIO()
+    start = time.perf_counter()
     try:
-        with contextlib.redirect_stdout(output):  # a compiler that fails is verbose
-            function = _load()
+        function = _load()
         _probe(function)
     except Exception as exc:
         reason = str(exc).strip().split("\n")[0][:200]
         log.warning("rf_upcast: no native attention here (%s: %s), using torch's ops", type(exc).__name__, reason)
-        log.debug("rf_upcast: the compiler wrote:\n%s", output.getvalue())
         return None
     log.info("rf_upcast: compiled attention_native in %.1f s", time.perf_counter() - start)
     return function
@@ -221,6 +214,7 @@ def _load() -> Any:
         include_paths=[folder],
         use_cuda_if_available=False,
         c_macro_defines={"CPU_CAPABILITY": capability, f"CPU_CAPABILITY_{capability}": 1},
+        log_stream=io.StringIO(),  # it prints the command; only if that fails, what the compiler says
     )
     function = compiler.load_lib_ctypes().attention
     function.argtypes = [

@@ -23,6 +23,11 @@ class Inputs(NamedTuple):
     mask: Optional[torch.Tensor] = None  # bool, True = attend
     keep: Optional[torch.Tensor] = None  # bool, False = weight dropped
 
+    @property
+    def lead(self) -> torch.Size:
+        """:return: sizes of the leading axes (batch and heads), to which those of all tensors broadcast"""
+        return torch.broadcast_shapes(*(x.shape[:-2] for x in self if x is not None))
+
 
 class Options(NamedTuple):
     """What else makes up one attention"""
