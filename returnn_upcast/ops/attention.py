@@ -7,7 +7,7 @@ Which case takes which path (each says so once in the debug log):
 outer trace, ``torch.func``, forward-mode AD                             plain: differentiable float32 ops
 a bias that needs grad, a dispatch mode (RETURNN's checkpointing)        the same
 CUDA without relative positions, bias or shared dropout, not in a trace  sdpa: ``F.scaled_dot_product_attention``
-CPU in bf16 or f16, no bias, enough energies and heads, a C++ compiler    native: :mod:`.attention_native`
+CPU in bf16 or f16, no bias, enough energies and heads, a C++ compiler   native: :mod:`.attention_native`
 all else                                                                 blocks: :mod:`.attention_fused`
 =======================================================================  ===============================================
 
