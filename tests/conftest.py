@@ -3,6 +3,7 @@ Every test starts with RETURNN as it is installed: torch backend, no config, no 
 """
 
 from __future__ import annotations
+from typing import Callable
 import math
 import os
 import pytest
@@ -12,7 +13,7 @@ from returnn.config import global_config_ctx
 from returnn.util.basic import BehaviorVersion
 import returnn_upcast
 from returnn_upcast import config
-from returnn_upcast.ops import attention_native
+from returnn_upcast.ops import attention_native, rows_native
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 torch.set_num_threads(2)
@@ -47,3 +48,22 @@ def attention_path(request, monkeypatch) -> str:
     """
     monkeypatch.setattr(attention_native, "MIN_ENERGIES", 0 if request.param == "native" else math.inf)
     return request.param
+
+
+@pytest.fixture(params=["torch", "native"])
+def rows_path(request, monkeypatch) -> str:
+    """:return: what norms and log_softmax over the last axis on the CPU run by, whatever the sizes, as above"""
+    monkeypatch.setattr(rows_native, "MIN_NUMEL", 1 if request.param == "native" else math.inf)
+    return request.param
+
+
+@pytest.fixture
+def forget_native(monkeypatch) -> Callable[[], None]:
+    """:return: function, after which no native code is loaded yet"""
+
+    def forget():
+        for function in (attention_native.function, rows_native.function):
+            monkeypatch.setattr(function, "_function", None)
+            monkeypatch.setattr(function, "_usable", None)
+
+    return forget

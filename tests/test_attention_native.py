@@ -190,9 +190,9 @@ def test_inputs_for_other_paths():
 
 
 @pytest.mark.parametrize("default", ["dtype", "device"])
-def test_first_use_under_other_defaults(default, monkeypatch):
+def test_forget_native_under_other_defaults(default, forget_native):
     q, k, v = _qkv()
-    monkeypatch.setattr(native, "_function", native._UNSET)
+    forget_native()
     dtype = torch.get_default_dtype()
     try:
         if default == "dtype":
@@ -203,7 +203,7 @@ def test_first_use_under_other_defaults(default, monkeypatch):
                 assert attention(q, k, v).device.type == "cpu"
     finally:
         torch.set_default_dtype(dtype)
-    assert native._function is not None
+    assert native.function.is_available()
 
 
 # with the second one, by the plain path
@@ -270,19 +270,19 @@ def test_sizes_without_elements(monkeypatch):
 
 
 @pytest.mark.parametrize("reason", ["no compiler", "no kernels", "option"])
-def test_blocks_where_it_cannot_be_compiled(reason, monkeypatch, caplog):
+def test_blocks_where_it_cannot_be_compiled(reason, forget_native, monkeypatch, caplog):
     """the same numbers, and one warning that says why"""
     q, k, v = _qkv()
     expected = attention(q, k, v)
+    forget_native()
     monkeypatch.setattr(module, "_logged", set())
-    monkeypatch.setattr(native, "_function", native._UNSET)
     if reason == "option":
         monkeypatch.setenv("RETURNN_UPCAST_COMPILE", "0")
     elif reason == "no compiler":
         monkeypatch.setenv("CXX", "/nowhere")
         monkeypatch.setattr(shutil, "which", lambda name: None)
     else:
-        monkeypatch.setattr(native, "_load", lambda: lambda *args: 1)
+        monkeypatch.setattr(native.function, "_load", lambda: lambda *args: 1)
     caplog.set_level(logging.DEBUG, "returnn.frontend.upcast")
     for _ in range(2):
         out = attention(q, k, v)
@@ -293,8 +293,8 @@ def test_blocks_where_it_cannot_be_compiled(reason, monkeypatch, caplog):
     assert all("no native attention" in w for w in warnings)
 
 
-def test_nobody_waits_for_a_compiler_for_small_inputs(monkeypatch):
-    monkeypatch.setattr(native, "_function", native._UNSET)
-    monkeypatch.setattr(native, "_load", lambda: pytest.fail("compiled"))
+def test_nobody_waits_for_a_compiler_for_small_inputs(forget_native, monkeypatch):
+    forget_native()
+    monkeypatch.setattr(native.function, "_load", lambda: pytest.fail("compiled"))
     q, k, v = _qkv(8, math.ceil(native.MIN_ENERGIES / 64) - 1)
     attention(q, k, v)

@@ -14,6 +14,8 @@ from norm_cases import CASES, Case, batch, example, feat, reference, run_case, s
 import tolerances
 from tolerances import assert_within_one_rounding, relative_error
 
+pytestmark = pytest.mark.usefixtures("rows_path")
+
 CASE = {case.name: case for case in CASES}
 all_cases = pytest.mark.parametrize("case", CASES, ids=str)
 all_modes = pytest.mark.parametrize("mode_name", MODES)

@@ -4,6 +4,7 @@ and above the size from which the ops compile.
 """
 
 from __future__ import annotations
+import math
 import pytest
 import torch
 import returnn.frontend as rf
@@ -12,7 +13,7 @@ from returnn.frontend._packed_backend import is_packed
 from returnn.tensor import Dim
 from common import MODES, inside, seq_dim, setting, tensor, values
 from norm_cases import CASES, LENS, Case, batch, example, feat, run_case, time, upstream_gradient
-from returnn_upcast.ops import fuse, norm
+from returnn_upcast.ops import fuse, norm, rows_native
 from tolerances import OUTPUT, assert_close, assert_within_one_rounding
 
 CASE = {case.name: case for case in CASES}
@@ -147,8 +148,9 @@ def test_compiled_as_plain(name: str, monkeypatch):
     x, dims = _large(case)
     assert x.numel() >= fuse.MIN_COMPILE_NUMEL
     upstream = values(*x.shape, seed=2).to(x.dtype)
-    monkeypatch.setattr(norm, "_forward", fuse.compiled(norm._plain))
-    monkeypatch.setattr(norm, "_backward", fuse.compiled(norm._plain_backward))
+    monkeypatch.setattr(rows_native, "MIN_NUMEL", math.inf)
+    monkeypatch.setattr(norm, "_compiled_forward", fuse.compiled(norm._plain))
+    monkeypatch.setattr(norm, "_compiled_backward", fuse.compiled(norm._plain_backward))
     monkeypatch.setattr(fuse, "_failed", lambda func, args, exc: pytest.fail(f"{func.__name__}: {exc}"))
     graphs = torch._dynamo.utils.counters["stats"]
     results = []

@@ -16,7 +16,7 @@ from returnn.tensor import Dim
 import references
 from common import name_of, seq_dim, setting, tensor, values
 from property_cases import OPS, Layout, Numbers, Op, backward, run
-from returnn_upcast.ops import fuse
+from returnn_upcast.ops import fuse, rows_native
 from returnn_upcast.ops.attention import attention
 from returnn_upcast.ops.matmul import split_matmul
 from returnn_upcast.ops.norm import normalize
@@ -134,17 +134,26 @@ def test_any_layout_and_special_values(op: Op):
     any_layout()
 
 
-COMPILED = [op for op in OPS if op.name in ("LayerNorm", "RMSNorm", "RoPE", "ctc_loss") or "logits, sparse" in op.name]
+NATIVE = ("LayerNorm", "RMSNorm", "ctc_loss", "upcast.log_softmax, features")
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.name in NATIVE], ids=str)
+def test_native_kernels(op: Op, monkeypatch):
+    """as above, in C++ code, which runs for larger inputs otherwise"""
+    monkeypatch.setattr(rows_native, "MIN_NUMEL", 1)
+    test_any_layout_and_special_values(op)
+
+
+COMPILED = [op for op in OPS if op.name in (*NATIVE[:3], "RoPE") or "logits, sparse" in op.name]
 
 
 @pytest.mark.parametrize("op", COMPILED, ids=str)
-def test_compiled_kernels(op: Op):
+def test_compiled_kernels(op: Op, monkeypatch):
     """large enough to be compiled; all special values, one compilation"""
+    monkeypatch.setattr(rows_native, "MIN_NUMEL", math.inf)
     frames = 260 if op.name == "ctc_loss" else 1100
-    for special in SPECIALS:
-        la = Layout(
-            (frames, 1, 0, 3), torch.bfloat16, feat=32, special=special_value(special, torch.bfloat16, op.limit)
-        )
+    for special in (special_value(name, torch.bfloat16, op.limit) for name in SPECIALS):
+        la = Layout((frames, 1, 0, 3), torch.bfloat16, feat=32, special=special)
         assert math.prod(la.shape) >= fuse.MIN_COMPILE_NUMEL
         check(op, la)
 
@@ -284,7 +293,7 @@ def test_product_split_in_two_keeps_rows_apart(low: torch.dtype, special: float)
     a[1, 2] = special
     mm = lambda x, y: (x.double() @ y.double()).float()
     out, expected = split_matmul(a, b, mm), a.double() @ b.double()
-    usual = torch.tensor([0, 2, 3])
+    usual = [0, 2, 3]
     if low != torch.bfloat16 or not math.isfinite(special):  # 3.4e38 is inf in bf16
         assert (_kinds(out) == _kinds(expected.float())).all()
     assert torch.allclose(out[usual].double(), expected[usual], rtol=2e-5, atol=2e-5)

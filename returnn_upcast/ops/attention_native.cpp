@@ -5,11 +5,10 @@
 // them, and the softmax, which reduces over the keys, runs along the queries in vector registers.
 
 #include "attention_native.h"
+#include "native.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/vec.h>
-#include <cstdio>
-#include <exception>
 #include <limits>
 
 namespace {
@@ -213,7 +212,7 @@ class Worker {
       Vec max(-INF), sum(0.f);
       for (int64_t j = 0; j < used; ++j) max = at::vec::maximum(max, Vec::loadu(energies + j * n + i));
       for (int64_t j = 0; j < used; ++j) {
-        const Vec weight = (Vec::loadu(energies + j * n + i) - max).exp();
+        const Vec weight = exp_nonpositive(Vec::loadu(energies + j * n + i) - max);
         weight.store(energies + j * n + i);
         sum = sum + weight;
       }
@@ -282,14 +281,7 @@ void run(const Problem& p, float scale, float keep_scale, bool backward) {
 
 }  // namespace
 
-// Returns 0, or 1 and a message.
 extern "C" int attention(
     const Problem* p, double scale, double keep_scale, bool half, bool backward, char* message, size_t size) {
-  try {
-    (half ? run<at::Half> : run<at::BFloat16>)(*p, scale, keep_scale, backward);
-    return 0;
-  } catch (const std::exception& error) {
-    std::snprintf(message, size, "%s", error.what());
-    return 1;
-  }
+  return guarded(message, size, [&] { (half ? run<at::Half> : run<at::BFloat16>)(*p, scale, keep_scale, backward); });
 }

@@ -5,41 +5,24 @@ Why not from torch's ops as in :mod:`.attention_fused`: there each step between 
 once more, and copies of the operands are transposed. (Measured on Zen 4 with 2 threads, causal, [8, 8, 400, 64], forward
 and backward: 50 ms against 104 ms, and 94 ms for torch's own flash kernel in bf16.)
 
-The code is compiled at the first use, by RETURNN's helper for that and into its cache; it takes a C++ compiler, as
-``torch.compile`` does. Without one, or where oneDNN has no such kernels, the blocks of :mod:`.attention_fused` run.
+Where it can't be compiled, see :mod:`.native`, or where oneDNN has no such kernels, the blocks of :mod:`.attention_fused`
+run.
 """
 
 from __future__ import annotations
-from typing import Any, List, Optional, Sequence
+from typing import List, Optional, Sequence
 import ctypes
-import hashlib
-import io
-import logging
 import math
-import os
-import threading
-import time
 import torch
 from .attention_fused import empty_as
 from .attention_plain import Inputs, Options, differentiable_gradients
-from .fuse import autocast_off, compile_enabled
-
-log = logging.getLogger("returnn.frontend.upcast")
+from .fuse import autocast_off
+from .native import Function, is_readable
 
 MIN_ENERGIES = 32_768  # with less, nobody waits for a compiler
 MIN_ENTRIES = 4  # of batch and heads, or as many as there are threads, if these are fewer
 
-_SOURCES = ("attention_native.h", "attention_native.cpp")
 _MAX_LEAD = 8  # as in the source
-# by what torch's own kernels use on this CPU
-_ARCH_FLAGS = {
-    "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mf16c"],
-    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
-}
-_UNSET = object()
-
-_function: Any = _UNSET
-_lock = threading.Lock()
 
 
 def may_run(inputs: Inputs) -> bool:
@@ -53,7 +36,7 @@ def may_run(inputs: Inputs) -> bool:
     if entries * inputs.q.shape[-2] * inputs.k.shape[-2] < MIN_ENERGIES or len(inputs.lead) > _MAX_LEAD:
         return False
     # Entries are what the threads share. With fewer of them most would idle, where those of the blocks share a product.
-    return entries >= min(torch.get_num_threads(), MIN_ENTRIES) and compile_enabled() and _native() is not None
+    return entries >= min(torch.get_num_threads(), MIN_ENTRIES) and function.is_available()
 
 
 def _is_readable(inputs: Inputs) -> bool:
@@ -71,7 +54,7 @@ def _is_readable(inputs: Inputs) -> bool:
         and all(x is None or x.shape[-2:] == (rows, columns) for x, rows, columns in sizes)
         and all(x is None or x.dtype == q.dtype for x in inputs[:4])
         and all(x is None or x.dtype == torch.bool for x in inputs[7:])
-        and all(x is None or not (x.device.type != "cpu" or x.is_neg() or x._is_zerotensor()) for x in inputs)
+        and all(x is None or is_readable(x) for x in inputs)
     )
 
 
@@ -86,7 +69,7 @@ class NativeAttention(torch.autograd.Function):
         # as q lies in memory, since the caller's next op mostly wants it like that
         shape = (*inputs.lead, inputs.q.shape[-2], inputs.v.shape[-1])
         out = empty_as(inputs.q.expand(*inputs.lead, -1, -1), shape, inputs.q.dtype)
-        _call(_native(), inputs, options, out=out)
+        _call(inputs, options, out=out)
         return out
 
     @staticmethod
@@ -96,12 +79,12 @@ class NativeAttention(torch.autograd.Function):
             if torch.is_grad_enabled():
                 grads = differentiable_gradients(inputs, ctx.options, grad)
             else:
-                grads = _gradients(_native(), inputs, ctx.options, grad.resolve_neg(), ctx.needs_input_grad[1:7])
+                grads = _gradients(inputs, ctx.options, grad.resolve_neg(), ctx.needs_input_grad[1:7])
             return None, *grads, None, None, None
 
 
 def _gradients(
-    function: Any, inputs: Inputs, options: Options, grad_out: torch.Tensor, needed: Sequence[bool]
+    inputs: Inputs, options: Options, grad_out: torch.Tensor, needed: Sequence[bool]
 ) -> List[Optional[torch.Tensor]]:
     """:return: of q, k, v, pos, bias_u, bias_v, in their dtypes; None where not needed"""
     lead, grads, sums = inputs.lead, [None] * 6, [None] * 6
@@ -112,7 +95,7 @@ def _gradients(
             grads[i] = empty_as(x, x.shape, x.dtype)
         else:
             sums[i] = x.new_zeros((_workers(lead), *x.shape), dtype=torch.float32)
-    _call(function, inputs, options, grad_out=grad_out, grads=grads, sums=sums)
+    _call(inputs, options, grad_out=grad_out, grads=grads, sums=sums)
     return [grad if x is None else x.sum(0).to(inputs[i].dtype) for i, (grad, x) in enumerate(zip(grads, sums))]
 
 
@@ -121,7 +104,6 @@ def _workers(lead: Sequence[int]) -> int:
 
 
 def _call(
-    function: Any,
     inputs: Inputs,
     options: Options,
     *,
@@ -131,7 +113,6 @@ def _call(
     sums: Sequence[Optional[torch.Tensor]] = (None,) * 6,
 ):
     """
-    :param function: the compiled one
     :param inputs:
     :param options:
     :param out: [..., Tq, V], to write
@@ -151,11 +132,7 @@ def _call(
         fields += _operand(x, lead)
     for grad, x in zip(grads, sums):
         fields += _operand(grad, lead) if x is None else _operand(x[0], lead, worker=x.stride(0))
-    message = ctypes.create_string_buffer(500)
-    problem = (ctypes.c_int64 * len(fields))(*fields)
-    half, backward = q.dtype == torch.float16, grad_out is not None
-    if function(problem, options.scale, options.keep_scale, half, backward, message, len(message)):
-        raise RuntimeError(f"rf_upcast: attention failed: {message.value.decode()}")
+    function(fields, options.scale, options.keep_scale, q.dtype == torch.float16, grad_out is not None)
 
 
 def _operand(x: Optional[torch.Tensor], lead: Sequence[int], worker: int = 0) -> List[int]:
@@ -166,70 +143,17 @@ def _operand(x: Optional[torch.Tensor], lead: Sequence[int], worker: int = 0) ->
     return [x.data_ptr(), worker, row, column, *strides, *[0] * (_MAX_LEAD - len(strides))]
 
 
-def _native() -> Optional[Any]:
-    """:return: the compiled function, None if it can't be had"""
-    global _function
-    if _function is _UNSET:
-        with _lock:
-            if _function is _UNSET:
-                _function = _try_to_load()
-    return _function
-
-
-def _try_to_load() -> Optional[Any]:
-    start = time.perf_counter()
-    try:
-        function = _load()
-        _probe(function)
-    except Exception as exc:
-        reason = str(exc).strip().split("\n")[0][:200]
-        log.warning("rf_upcast: no native attention here (%s: %s), using torch's ops", type(exc).__name__, reason)
-        return None
-    log.info("rf_upcast: compiled attention_native in %.1f s", time.perf_counter() - start)
-    return function
-
-
-def _load() -> Any:
-    from returnn.torch.util.native_op_code_compiler import OpCodeCompiler
-
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in _ARCH_FLAGS:
-        raise NotImplementedError(f"the CPU is {capability}, not one of {', '.join(_ARCH_FLAGS)}")
-    flags = ["-O3", "-fopenmp", *_ARCH_FLAGS[capability]]
-
-    class Compiler(OpCodeCompiler):
-        """for the same instructions as torch's own kernels"""
-
-        def _transform_compiler_opts(self, opts):
-            return [*super()._transform_compiler_opts(opts), *flags]
-
-    folder = os.path.dirname(__file__)
-    code = f"// {' '.join(flags)}\n"
-    for name in _SOURCES:  # the cache goes by the code, so it has the flags and the sources' hashes in it
-        with open(os.path.join(folder, name), "rb") as source:
-            code += f"// {name} {hashlib.sha256(source.read()).hexdigest()}\n"
-    compiler = Compiler(
-        "returnn_upcast_attention",
-        code=f'{code}#include "{_SOURCES[-1]}"\n',
-        include_paths=[folder],
-        use_cuda_if_available=False,
-        c_macro_defines={"CPU_CAPABILITY": capability, f"CPU_CAPABILITY_{capability}": 1},
-        log_stream=io.StringIO(),  # it prints the command; only if that fails, what the compiler says
-    )
-    function = compiler.load_lib_ctypes().attention
-    function.argtypes = [
-        ctypes.c_void_p,
-        *[ctypes.c_double] * 2,
-        *[ctypes.c_bool] * 2,
-        ctypes.c_char_p,
-        ctypes.c_size_t,
-    ]
-    return function
-
-
-def _probe(function: Any):
+def _probe():
     """:raises RuntimeError: oneDNN has no such kernels for this CPU"""
     x = torch.zeros(1, 80, 80, dtype=torch.bfloat16, device="cpu")
     inputs, options = Inputs(x, x, x), Options(False, 1.0, 1.0)
-    _call(function, inputs, options, out=torch.empty_like(x))
-    _gradients(function, inputs, options, x, [True] * 3 + [False] * 3)
+    _call(inputs, options, out=torch.empty_like(x))
+    _gradients(inputs, options, x, [True] * 3 + [False] * 3)
+
+
+function = Function(
+    "attention",
+    sources=["attention_native.h", "attention_native.cpp"],
+    argtypes=[*[ctypes.c_double] * 2, *[ctypes.c_bool] * 2],
+    probe=_probe,
+)

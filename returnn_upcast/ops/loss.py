@@ -101,8 +101,7 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ctc):
         ctx.dtype, ctx.swapped, ctx.ctc = x.dtype, x.stride(0) < x.stride(-2), ctc
-        # contiguous unless the kernel ran in blocks
-        log_probs = log_softmax_forward(x.transpose(1, -1), wide_dtype(x)).transpose(1, -1).contiguous()
+        log_probs = log_softmax_forward(x)
         ctx.save_for_backward(log_probs)
         return log_probs
 
@@ -114,8 +113,7 @@ class _LogSoftmax(torch.autograd.Function):
             return (grad - log_probs.exp() * grad.sum(-1, keepdim=True)).to(ctx.dtype), None
         if ctx.swapped:  # so that the gradient has the memory layout of x
             log_probs, grad = log_probs.transpose(0, 1), grad.transpose(0, 1)
-        rows = log_probs.transpose(1, -1), grad.transpose(1, -1)
-        result = log_softmax_backward(*rows, ctx.ctc, ctx.dtype).transpose(1, -1)
+        result = log_softmax_backward(log_probs, grad, ctx.ctc, ctx.dtype)
         return result.transpose(0, 1) if ctx.swapped else result, None
 
 

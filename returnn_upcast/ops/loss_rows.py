@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import torch
+from . import rows_native
 from .fuse import autocast_off, compiled
 
 _BLOCK_NUMEL = 1 << 20  # of the float32 temporaries where nothing is compiled
@@ -131,18 +132,35 @@ def _labels_last(rows: torch.Tensor) -> torch.Tensor:
 
 
 @row_kernel
-def log_softmax_forward(rows, dtype):
-    """:return: log_softmax over the labels, which are last in memory"""
+def _compiled_log_softmax(rows, dtype):
     wide = rows.to(dtype)
     peak, log_sum = _log_sum(wide, _needs_float64(rows))
     return _labels_last((wide - peak) - log_sum)
 
 
 @row_kernel
-def log_softmax_backward(log_probs, grad, ctc, dtype):
-    """:return: gradient of the logits in dtype, labels last in memory; for ctc, see :func:`.loss.no_gradient_at_zero`"""
+def _compiled_log_softmax_backward(log_probs, grad, ctc, dtype):
     grad = torch.where(log_probs == -math.inf, 0.0, grad) if ctc else grad
     return _labels_last((grad - log_probs.exp() * grad.sum(1, keepdim=True)).to(dtype))
+
+
+def log_softmax_forward(x: torch.Tensor) -> torch.Tensor:
+    """:return: log_softmax over the last of 2 or 3 axes, which is the last in memory; contiguous, in the wide dtype"""
+    if rows_native.may_run(x.dtype, x):
+        return rows_native.log_softmax_forward(x)
+    # contiguous unless the kernel ran in blocks
+    return _compiled_log_softmax(x.transpose(1, -1), wide_dtype(x)).transpose(1, -1).contiguous()
+
+
+def log_softmax_backward(log_probs: torch.Tensor, grad: torch.Tensor, ctc: bool, dtype: torch.dtype) -> torch.Tensor:
+    """
+    :return: gradient of the input in dtype, the last axis is the last in memory; for ctc, see
+        :func:`.loss.no_gradient_at_zero`
+    """
+    if rows_native.may_run(dtype, log_probs, grad):
+        return rows_native.log_softmax_backward(log_probs, grad, ctc, dtype)
+    rows = log_probs.transpose(1, -1), grad.transpose(1, -1)
+    return _compiled_log_softmax_backward(*rows, ctc, dtype).transpose(1, -1)
 
 
 def label_log_prob(rows, target, peak, log_sum) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Optional, Sequence, Tuple
 import functools
 import torch
+from . import rows_native
 from .fuse import autocast_off, compiled, differentiate, may_fuse, needs_grad
 
 _Stats = Tuple[Optional[torch.Tensor], torch.Tensor]
@@ -133,14 +134,39 @@ def _sum(x: torch.Tensor, dims: Tuple[int, ...]) -> torch.Tensor:
     return x
 
 
-_forward, _backward = compiled(_plain), compiled(_plain_backward)
+_compiled_forward, _compiled_backward = compiled(_plain), compiled(_plain_backward)
+
+
+def _is_over_rows(x, scale, bias, mask, axes: Tuple[int, ...]) -> bool:
+    """:return: whether this is for :mod:`.rows_native`, if its tensors are"""
+    return mask is None and axes == (x.ndim - 1,) and all(rows_native.may_be_parameter(p, x) for p in (scale, bias))
+
+
+def _forward(x, scale, bias, mask, axes: Tuple[int, ...], eps: float, center: bool, out_dtype: torch.dtype):
+    if (
+        _is_over_rows(x, scale, bias, mask, axes)
+        and out_dtype in (x.dtype, torch.float32)
+        and rows_native.may_run(x.dtype, x)
+    ):
+        return rows_native.norm_forward(x, scale, bias, eps, center, out_dtype)
+    # Parameters are small: widened here, one compiled kernel serves all their dtypes.
+    return _compiled_forward(x, *map(_wide_or_none, (scale, bias)), mask, axes, eps, center, out_dtype)
+
+
+def _backward(grad, x, scale, bias, mask, mean, rstd, axes: Tuple[int, ...], needed: Sequence[bool]):
+    """:return: gradients of x, and of scale and bias where needed, these in at least float32"""
+    if _is_over_rows(x, scale, bias, mask, axes):
+        rows = grad if grad.stride(-1) == 1 else grad.contiguous()  # from a sum, it comes expanded
+        if rstd.is_contiguous() and rows_native.may_run(x.dtype, x, rows):
+            return rows_native.norm_backward(rows, x, scale, mean, rstd, *needed)
+    dims = tuple(_summed(x, p) if need else None for p, need in zip((scale, bias), needed))
+    return _compiled_backward(grad, x, _wide_or_none(scale), mask, mean, rstd, axes, dims)
 
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scale, bias, mask, axes, eps, center, out_dtype):
-        # Parameters are small: widened here, one compiled kernel serves all their dtypes.
-        out, mean, var, rstd = _forward(x, *map(_wide_or_none, (scale, bias)), mask, axes, eps, center, out_dtype)
+        out, mean, var, rstd = _forward(x, scale, bias, mask, axes, eps, center, out_dtype)
         ctx.save_for_backward(x, scale, bias, mask, mean, rstd)
         ctx.args = (axes, eps, center, out_dtype)
         ctx.mark_non_differentiable(*(t for t in (mean, var) if t is not None))
@@ -154,8 +180,8 @@ class _Normalize(torch.autograd.Function):
             if torch.is_grad_enabled():
                 plain = lambda *args: _plain(*args, mask, axes, eps, center, out_dtype)[0]
                 return *differentiate(plain, (x, scale, bias), grad), *(None,) * 5
-            dims = tuple(_summed(x, p) if need else None for p, need in zip((scale, bias), ctx.needs_input_grad[1:3]))
-            grad_x, *grads = _backward(grad, x, _wide_or_none(scale), mask, mean, rstd, axes, dims)
+            needed = ctx.needs_input_grad[1:3]
+            grad_x, *grads = _backward(grad, x, scale, bias, mask, mean, rstd, axes, needed)
         grads = [None if g is None else g.to(p.dtype) for g, p in zip(grads, (scale, bias))]
         return grad_x, *grads, *(None,) * 5
 
