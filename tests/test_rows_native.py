@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++
 
 LOW = (torch.bfloat16, torch.float16)
 COLUMNS = (1, 2, 15, 16, 31, 32, 33, 64, 100, 513, 2049, 5000)
-LAYOUTS = ("contiguous", "transposed", "padded rows", "expanded")
+LAYOUTS = ("contiguous", "transposed", "padded rows", "expanded", "every second", "windows")
 EPS = 1e-5
 
 
@@ -44,6 +44,7 @@ class Case(NamedTuple):
     offset: float
     scale: Optional[torch.dtype]
     bias: Optional[torch.dtype]
+    param_layout: str
 
 
 cases = st.builds(
@@ -59,15 +60,20 @@ cases = st.builds(
     offset=st.sampled_from([0.0, 1.0, 30.0]),
     scale=st.sampled_from([None, torch.float32, torch.bfloat16]),
     bias=st.sampled_from([None, torch.float32, torch.bfloat16]),
+    param_layout=st.sampled_from(["contiguous", "every second"]),
 )
 
 
 def _lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """:return: the same shape, and the same numbers unless expanded"""
+    """:return: the same shape, with numbers of x"""
     if layout == "transposed" and x.ndim > 2:  # contiguous if one of the axes is 1, with any stride there
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     if layout == "padded rows":
         return torch.cat([x, x], -1)[..., : x.shape[-1]]
+    if layout == "every second":
+        return torch.stack([x, x], -1)[..., 0]
+    if layout == "windows" and x.ndim == 2:
+        return torch.cat([x[:, 0], x[0]]).as_strided(x.shape, (1, 1))
     return x[:1].expand(x.shape) if layout == "expanded" and x.ndim > 1 else x
 
 
@@ -77,7 +83,8 @@ def _leaves(case: Case):
     shape = (*case.lead, case.columns)
     x, grad = (torch.randn(shape, generator=generator) for _ in range(2))
     params = (torch.randn((1,) * len(case.lead) + (case.columns,), generator=generator) for _ in range(2))
-    scale, bias = (None if dtype is None else p.to(dtype) for p, dtype in zip(params, (case.scale, case.bias)))
+    dtypes = case.scale, case.bias
+    scale, bias = (d if d is None else _lay_out(p.to(d), case.param_layout) for p, d in zip(params, dtypes))
     grad = _lay_out(grad.to(torch.float32 if case.wide else case.dtype), case.grad_layout)
     return _lay_out((x + case.offset).to(case.dtype), case.layout), scale, bias, grad
 
@@ -210,6 +217,28 @@ def test_exponential():
     out, exact = loss.log_softmax(x, axis=-1)[:, 0], -distance.double().neg().exp().log1p()
     error = (out - exact).abs()
     assert (error <= 3e-7 * exact.abs() + 1e-37).all() and error.max() > 0
+
+
+def test_rows_of_millions():
+    """float32 sums over so many lose digits"""
+    x = torch.randn(1, 2**22, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    out, exact = loss.log_softmax(x, axis=-1), x.double().log_softmax(-1)
+    assert float((out - exact).abs().max()) <= 1.5e-6  # half a spacing of floats there, for each of two differences
+    _, mean, var = norm.normalize(x + 8, axes=(1,), eps=EPS)
+    exact = (x + 8).double()
+    assert abs(float(mean / exact.mean()) - 1) <= 1e-7 and abs(float(var / exact.var(unbiased=False)) - 1) <= 1e-6
+
+
+def test_backward_of_what_another_path_has_begun(monkeypatch):
+    """as where rf_upcast_compile is set in between: the statistics have the memory layout of the input there"""
+    leaf, wide = X.transpose(0, 1).requires_grad_(True), X.double().transpose(0, 1).requires_grad_(True)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "MIN_NUMEL", math.inf)
+        out = _normalize(leaf, scale=SCALE)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    out.backward(grad)
+    references.layer_norm(wide, {}, eps=EPS).backward(grad.double())
+    assert_close(leaf.grad, wide.grad, tolerances.INPUT_GRAD)
 
 
 def test_one_row_does_not_depend_on_the_others():

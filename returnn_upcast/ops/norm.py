@@ -143,11 +143,8 @@ def _is_over_rows(x, scale, bias, mask, axes: Tuple[int, ...]) -> bool:
 
 
 def _forward(x, scale, bias, mask, axes: Tuple[int, ...], eps: float, center: bool, out_dtype: torch.dtype):
-    if (
-        _is_over_rows(x, scale, bias, mask, axes)
-        and out_dtype in (x.dtype, torch.float32)
-        and rows_native.may_run(x.dtype, x)
-    ):
+    over_rows = _is_over_rows(x, scale, bias, mask, axes) and out_dtype in (x.dtype, torch.float32)
+    if over_rows and rows_native.may_run(x.dtype, x):
         return rows_native.norm_forward(x, scale, bias, eps, center, out_dtype)
     # Parameters are small: widened here, one compiled kernel serves all their dtypes.
     return _compiled_forward(x, *map(_wide_or_none, (scale, bias)), mask, axes, eps, center, out_dtype)
@@ -157,7 +154,7 @@ def _backward(grad, x, scale, bias, mask, mean, rstd, axes: Tuple[int, ...], nee
     """:return: gradients of x, and of scale and bias where needed, these in at least float32"""
     if _is_over_rows(x, scale, bias, mask, axes):
         rows = grad if grad.stride(-1) == 1 else grad.contiguous()  # from a sum, it comes expanded
-        if rstd.is_contiguous() and rows_native.may_run(x.dtype, x, rows):
+        if rows_native.may_run(x.dtype, x, rows):
             return rows_native.norm_backward(rows, x, scale, mean, rstd, *needed)
     dims = tuple(_summed(x, p) if need else None for p, need in zip((scale, bias), needed))
     return _compiled_backward(grad, x, _wide_or_none(scale), mask, mean, rstd, axes, dims)

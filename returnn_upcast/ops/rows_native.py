@@ -31,7 +31,7 @@ def may_run(low: torch.dtype, *tensors: torch.Tensor) -> bool:
     if low not in _LOW or tensors[0].numel() < MIN_NUMEL:
         return False
     for x in tensors:
-        if x.dtype not in (low, torch.float32) or x.shape != tensors[0].shape or not _is_in_rows(x):
+        if x.dtype not in (low, torch.float32) or not _is_in_rows(x):
             return False
     return function.is_available()
 
@@ -89,7 +89,7 @@ def norm_backward(
     :param grad: of the result
     :param x: both are what :func:`may_run` takes
     :param scale:
-    :param mean: from :func:`norm_forward`, contiguous
+    :param mean: float32, last axis 1; None for a norm without
     :param rstd: the same
     :param need_scale:
     :param need_bias:
@@ -98,6 +98,7 @@ def norm_backward(
     out = _empty_rows(x, x.dtype)
     workers = max(1, min(torch.get_num_threads(), x.numel() // _GRAIN))
     sums = [x.new_zeros((workers, x.shape[-1]), dtype=torch.float64) if n else None for n in (need_scale, need_bias)]
+    mean, rstd = (t if t is None else t.contiguous() for t in (mean, rstd))
     args = (x, grad, out, _vector(scale), None, mean, None, rstd, *sums)
     _call(_NORM_BACKWARD, *args, low=x, wide=grad, flag=mean is not None, workers=workers)
     shape = (1,) * (x.ndim - 1) + (-1,)
