@@ -3,9 +3,11 @@ Every test starts with RETURNN as it is installed: torch backend, no config, no 
 """
 
 from __future__ import annotations
-from typing import Callable
+from typing import Callable, List
+import logging
 import math
 import os
+import shutil
 import pytest
 import torch
 import returnn.frontend as rf
@@ -14,6 +16,8 @@ from returnn.util.basic import BehaviorVersion
 import returnn_upcast
 from returnn_upcast import config
 from returnn_upcast.ops import attention_native, rows_native
+
+NATIVE = (attention_native.function, rows_native.function)
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 torch.set_num_threads(2)
@@ -62,8 +66,34 @@ def forget_native(monkeypatch) -> Callable[[], None]:
     """:return: function, after which no native code is loaded yet"""
 
     def forget():
-        for function in (attention_native.function, rows_native.function):
+        for function in NATIVE:
             monkeypatch.setattr(function, "_function", None)
             monkeypatch.setattr(function, "_usable", None)
 
     return forget
+
+
+@pytest.fixture(params=["no compiler", "failing probe", "option"])
+def lose_native(request, forget_native, monkeypatch, caplog) -> Callable[[], Callable[[], List[str]]]:
+    """:return: function, after which native code can't be had; it returns one that checks and returns what was logged"""
+
+    def lose():
+        forget_native()
+        if request.param == "option":
+            monkeypatch.setenv("RETURNN_UPCAST_COMPILE", "0")
+        elif request.param == "no compiler":
+            monkeypatch.setenv("CXX", "/nowhere")
+            monkeypatch.setattr(shutil, "which", lambda name: None)
+        else:
+            for function in NATIVE:
+                monkeypatch.setattr(function, "_load", lambda: lambda *args: 1)
+        caplog.set_level(logging.DEBUG, "returnn.frontend.upcast")
+        return logged
+
+    def logged() -> List[str]:
+        warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+        assert len(warnings) == (0 if request.param == "option" else 1), "one warning that says why"
+        assert all("no native" in w for w in warnings)
+        return [r.message for r in caplog.records]
+
+    return lose

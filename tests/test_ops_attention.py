@@ -176,3 +176,16 @@ def test_wrong_number_of_positions():
     q = torch.zeros(2, 5, 8)
     with pytest.raises(ValueError, match="pos_emb has 8 positions, 9 are needed"):
         rel_pos_attention(q, q, q, torch.zeros(1, 8, 8))
+
+
+@pytest.mark.parametrize("kind", ["negative view", "zeros without memory", "expanded"])
+def test_any_gradient(kind):
+    q, k, v = (_randn(8, 100, 16, seed=seed).to(torch.bfloat16).requires_grad_(True) for seed in range(3))
+    grad = _randn(*q.shape, seed=3).to(q.dtype)
+    grads = {
+        "negative view": (torch._neg_view(grad), -grad),
+        "zeros without memory": (torch._efficientzerotensor(q.shape, dtype=q.dtype), torch.zeros_like(grad)),
+        "expanded": (grad[:1, :1, :1].expand(q.shape), grad[:1, :1, :1].repeat(*q.shape)),
+    }
+    found, expected = (torch.autograd.grad(attention(q, k, v), (q, k, v), g) for g in grads[kind])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))

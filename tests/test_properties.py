@@ -293,7 +293,7 @@ def test_product_split_in_two_keeps_rows_apart(low: torch.dtype, special: float)
     a[1, 2] = special
     mm = lambda x, y: (x.double() @ y.double()).float()
     out, expected = split_matmul(a, b, mm), a.double() @ b.double()
-    usual = [0, 2, 3]
+    usual = torch.tensor([0, 2, 3])
     if low != torch.bfloat16 or not math.isfinite(special):  # 3.4e38 is inf in bf16
         assert (_kinds(out) == _kinds(expected.float())).all()
     assert torch.allclose(out[usual].double(), expected[usual], rtol=2e-5, atol=2e-5)

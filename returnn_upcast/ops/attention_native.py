@@ -17,7 +17,7 @@ import torch
 from .attention_fused import empty_as
 from .attention_plain import Inputs, Options, differentiable_gradients
 from .fuse import autocast_off
-from .native import Function, is_readable
+from .native import Function, is_readable, readable
 
 MIN_ENERGIES = 32_768  # with less, nobody waits for a compiler
 MIN_ENTRIES = 4  # of batch and heads, or as many as there are threads, if these are fewer
@@ -79,7 +79,7 @@ class NativeAttention(torch.autograd.Function):
             if torch.is_grad_enabled():
                 grads = differentiable_gradients(inputs, ctx.options, grad)
             else:
-                grads = _gradients(inputs, ctx.options, grad.resolve_neg(), ctx.needs_input_grad[1:7])
+                grads = _gradients(inputs, ctx.options, readable(grad), ctx.needs_input_grad[1:7])
             return None, *grads, None, None, None
 
 

@@ -72,6 +72,7 @@ class Function:
         except Exception as exc:
             reason = f"{type(exc).__name__}: " + str(exc).strip().split("\n")[0][:200]
             log.warning("rf_upcast: no native %s here (%s), using torch's ops", self.name, reason)
+            self._function = None
             return False
         log.info("rf_upcast: compiled native %s in %.1f s", self.name, time.perf_counter() - start)
         return True
@@ -115,6 +116,6 @@ def is_readable(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not x.is_neg() and not x._is_zerotensor()
 
 
-def pointer(x: Optional[torch.Tensor]) -> int:
-    """:return: address of the first element, 0 for None"""
-    return 0 if x is None else x.data_ptr()
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """:return: x, on the CPU, or a copy for which :func:`is_readable`"""
+    return x if is_readable(x) else x.clone()

@@ -137,14 +137,16 @@ def _sum(x: torch.Tensor, dims: Tuple[int, ...]) -> torch.Tensor:
 _compiled_forward, _compiled_backward = compiled(_plain), compiled(_plain_backward)
 
 
-def _is_over_rows(x, scale, bias, mask, axes: Tuple[int, ...]) -> bool:
-    """:return: whether this is for :mod:`.rows_native`, if its tensors are"""
-    return mask is None and axes == (x.ndim - 1,) and all(rows_native.may_be_parameter(p, x) for p in (scale, bias))
+def _is_native(x, scale, bias, mask, axes: Tuple[int, ...], out_dtype: torch.dtype) -> bool:
+    """:return: whether :mod:`.rows_native` does this"""
+    over_rows = mask is None and axes == (x.ndim - 1,) and out_dtype in (x.dtype, torch.float32)
+    return (
+        over_rows and all(rows_native.may_be_parameter(p, x) for p in (scale, bias)) and rows_native.may_run(x.dtype, x)
+    )
 
 
 def _forward(x, scale, bias, mask, axes: Tuple[int, ...], eps: float, center: bool, out_dtype: torch.dtype):
-    over_rows = _is_over_rows(x, scale, bias, mask, axes) and out_dtype in (x.dtype, torch.float32)
-    if over_rows and rows_native.may_run(x.dtype, x):
+    if _is_native(x, scale, bias, mask, axes, out_dtype):
         return rows_native.norm_forward(x, scale, bias, eps, center, out_dtype)
     # Parameters are small: widened here, one compiled kernel serves all their dtypes.
     return _compiled_forward(x, *map(_wide_or_none, (scale, bias)), mask, axes, eps, center, out_dtype)
@@ -152,10 +154,8 @@ def _forward(x, scale, bias, mask, axes: Tuple[int, ...], eps: float, center: bo
 
 def _backward(grad, x, scale, bias, mask, mean, rstd, axes: Tuple[int, ...], needed: Sequence[bool]):
     """:return: gradients of x, and of scale and bias where needed, these in at least float32"""
-    if _is_over_rows(x, scale, bias, mask, axes):
-        rows = grad if grad.stride(-1) == 1 else grad.contiguous()  # from a sum, it comes expanded
-        if rows_native.may_run(x.dtype, x, rows):
-            return rows_native.norm_backward(rows, x, scale, mean, rstd, *needed)
+    if _is_native(x, scale, bias, mask, axes, grad.dtype):
+        return rows_native.norm_backward(grad, x, scale, mean, rstd, *needed)
     dims = tuple(_summed(x, p) if need else None for p, need in zip((scale, bias), needed))
     return _compiled_backward(grad, x, _wide_or_none(scale), mask, mean, rstd, axes, dims)
 

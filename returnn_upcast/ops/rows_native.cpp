@@ -16,8 +16,7 @@ namespace {
 
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t STEP = 2 * Vec::size();  // floats that make a vector of low precision
-constexpr int64_t GRAIN = 32768;           // elements that another thread is worth
-constexpr int64_t BLOCK = 64;              // rows or steps that are added up by themselves: a long sum loses digits
+constexpr int64_t BLOCK = 64;  // rows or steps that are added up by themselves: a long sum loses digits
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 // [outer, inner, columns] of the caller, strides in elements. The columns are contiguous.
@@ -124,7 +123,7 @@ void copy_or_fill(const float* x, int64_t n, float value, float* out) {
 
 template <typename F>
 void for_rows(const Problem& p, F func) {
-  at::parallel_for(0, p.rows, std::max<int64_t>(GRAIN / p.columns, 1), func);
+  at::parallel_for(0, p.rows, (p.rows + p.workers - 1) / p.workers, func);
 }
 
 // flag: subtract the mean
@@ -142,7 +141,7 @@ void norm_forward(const Problem& p, double eps) {
         store(x + i, value);
         return value;
       });
-      float mean = p.flag ? static_cast<float>(first / n) : 0.f;
+      const float mean = p.flag ? static_cast<float>(first / n) : 0.f;
       std::fill_n(x + n, buffers.size - n, mean);  // so that the padding adds nothing
       const double squares = sum(n, [&](int64_t i) {
         const Pair value = load(x + i) - mean;

@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import List, Optional, Tuple
 import ctypes
 import torch
-from .native import Function, is_readable, pointer
+from .native import Function, is_readable
 
 MIN_NUMEL = 4096  # with less, nobody waits for a compiler
 
 _LOW = (torch.bfloat16, torch.float16)
-_GRAIN = 32_768  # elements that another thread is worth, as in the source
+_GRAIN = 32_768  # elements that another thread is worth
 _NORM_FORWARD, _NORM_BACKWARD, _LOG_SOFTMAX_FORWARD, _LOG_SOFTMAX_BACKWARD = range(4)  # as in the source
 
 
@@ -86,8 +86,8 @@ def norm_backward(
     need_bias: bool,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """
-    :param grad: of the result
-    :param x: both are what :func:`may_run` takes
+    :param grad: of the result, in that dtype
+    :param x: as for :func:`norm_forward`
     :param scale:
     :param mean: float32, last axis 1; None for a norm without
     :param rstd: the same
@@ -96,13 +96,14 @@ def norm_backward(
     :return: gradients of x in its dtype, of scale and bias in float64, with as many axes as x
     """
     out = _empty_rows(x, x.dtype)
-    workers = max(1, min(torch.get_num_threads(), x.numel() // _GRAIN))
-    sums = [x.new_zeros((workers, x.shape[-1]), dtype=torch.float64) if n else None for n in (need_scale, need_bias)]
+    if not _is_in_rows(grad):  # from a sum, say, it comes expanded
+        grad = grad.clone(memory_format=torch.contiguous_format)
+    shape = (_workers(x), x.shape[-1])
+    sums = [x.new_zeros(shape, dtype=torch.float64) if need else None for need in (need_scale, need_bias)]
     mean, rstd = (t if t is None else t.contiguous() for t in (mean, rstd))
     args = (x, grad, out, _vector(scale), None, mean, None, rstd, *sums)
-    _call(_NORM_BACKWARD, *args, low=x, wide=grad, flag=mean is not None, workers=workers)
-    shape = (1,) * (x.ndim - 1) + (-1,)
-    return out, *(None if s is None else s.sum(0).reshape(shape) for s in sums)
+    _call(_NORM_BACKWARD, *args, low=x, wide=grad, flag=mean is not None)
+    return out, *(None if s is None else s.sum(0).reshape(*[1] * (x.ndim - 1), -1) for s in sums)
 
 
 def log_softmax_forward(x: torch.Tensor) -> torch.Tensor:
@@ -134,6 +135,10 @@ def _vector(param: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     return param.reshape(-1).to(torch.float32).contiguous()
 
 
+def _workers(x: torch.Tensor) -> int:
+    return max(1, min(torch.get_num_threads(), x.numel() // _GRAIN))
+
+
 def _empty_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty_like(x, dtype=dtype)
     return out if _is_in_rows(out) else x.new_empty(x.shape, dtype=dtype)
@@ -148,7 +153,6 @@ def _call(
     low: torch.Tensor,
     wide: torch.Tensor,
     flag: bool = False,
-    workers: int = 1,
     eps: float = 0.0,
 ):
     """
@@ -160,15 +164,14 @@ def _call(
     :param low: the one that is not float32
     :param wide: the one that may be float32
     :param flag: what it means depends on op
-    :param workers: leading axis of grad_scale and grad_bias
     :param eps:
     """
     columns = x.shape[-1]
     inner = x.shape[-2] if x.ndim > 1 else 1
     # the source's struct Problem
     fields = [op, low.dtype == torch.float16, wide.dtype == torch.float32, x.numel() // columns, inner, columns]
-    fields += [workers, flag, *_rows(x), *_rows(grad), *_rows(out)]
-    fields += [*map(pointer, vectors), *[0] * (7 - len(vectors))]
+    fields += [_workers(x), flag, *_rows(x), *_rows(grad), *_rows(out)]
+    fields += [*(0 if v is None else v.data_ptr() for v in vectors), *[0] * (7 - len(vectors))]
     function(fields, eps)
 
 
