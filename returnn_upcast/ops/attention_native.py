@@ -3,7 +3,7 @@ Attention on the CPU in bf16 and f16 as C++ code: float32 energies, softmax and 
 
 Why not from torch's ops as in :mod:`.attention_fused`: there each step between the products goes through the memory
 once more, and copies of the operands are transposed. (Measured on Zen 4 with 2 threads, causal, [8, 8, 400, 64], forward
-and backward: 50 ms against 104 ms, and 94 ms for torch's own flash kernel in bf16.)
+and backward: 44 ms against 107 ms, and 96 ms for torch's own flash kernel in bf16.)
 
 Where it can't be compiled, see :mod:`.native`, or where oneDNN has no such kernels, the blocks of :mod:`.attention_fused`
 run.
